@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.file_entry import FileEntries
 from invrl.metrics import Metric
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
     DroppedGroup,
-    FileEntries,
     Group,
     GroupLease,
     Outcome,
@@ -153,7 +153,7 @@ class PolicyLoss(Protocol):
 
 class Buffer(Protocol):
     """The buffer as other processes hold it (`buffer/buffer_handle.py`). Its state machine is
-    `buffer/buffer.py`."""
+    `buffer/group_buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
         """Work to run now; None while the staleness bound or the task source admits no more."""

@@ -163,6 +163,19 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     return shapes
 
 
+_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+def largest_item(path: Path) -> int:
+    """Bytes of a number in the widest dtype of a folder's weights (1 for those of 8 bits)."""
+    largest = 1
+    for shard in set(tensor_files(path).values()):
+        with safe_open(shard, framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                largest = max(largest, _ITEM_BYTES.get(tensors.get_slice(name).get_dtype(), 1))
+    return largest
+
+
 def _shapes(shard: Path) -> dict[str, list[int]]:
     """The shape of each tensor in the file. Raises ConfigError unless its size fits its header."""
     if not shard.is_file():

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.reasons import DropReason, FailureReason
+from invrl.routed_experts import RoutedExperts
 
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
@@ -27,21 +28,6 @@ Purpose = Literal["train", "eval", "serve"]
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a generation ended: by itself, at its token limit, or because it was cancelled."""
-
-RoutedExperts = NDArray[np.unsignedinteger[Any]]
-"""[T, layers, K]: for each token the K experts that computed it in each layer of the model; zeros for a layer
-without experts. The largest number of the dtype stands for experts that are unknown."""
-
-
-def experts_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest dtype that has a number for each expert of a layer, and one for unknown experts."""
-    return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
-
-
-def unknown_expert(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
-    """What stands for unknown experts."""
-    return int(np.iinfo(dtype).max)
-
 
 MAX_REWARD = 1e9
 """Largest absolute reward. Group statistics square rewards: above it float32 advantages would overflow."""
@@ -488,18 +474,6 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """What was written into a file: its size, and the hexadecimal xxh3-128 of its bytes."""
-
-    bytes: int
-    checksum: str
-
-
-FileEntries = Mapping[str, FileEntry]
-"""Entries of files, by their path relative to the folder that they were written into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

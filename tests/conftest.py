@@ -6,6 +6,7 @@ that uses it assumes neither.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,7 +20,10 @@ from tiny_model import make_tiny_model
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
+from invrl.engines.router_server import RouterAddress, RouterServer
 from invrl.engines.sglang_client import SglangClient
+from invrl.engines.smg import Smg, find_smg
+from invrl.errors import ConfigError
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # a busy one must not fail what is right
@@ -55,6 +59,38 @@ async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
         yield fleet
     finally:
         await fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def installed_smg() -> Smg:
+    """A test that asks for it is skipped where smg is not installed."""
+    try:
+        return find_smg("")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+async def smg_router(
+    installed_smg: Smg, tiny_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RouterServer]:
+    """smg in front of the engine of `tiny_fleet`, beside the fleet's router."""
+    engine = tiny_fleet.engines["engine-0"].server
+    address = RouterAddress()
+    address.api_key = engine.api_key
+    router = RouterServer(
+        run_folder=tmp_path_factory.mktemp("smg"),
+        start_timeout_s=240.0,
+        address=address,
+        installed_smg=installed_smg,
+    )
+    try:
+        await asyncio.to_thread(router.wait_ready)
+        await asyncio.to_thread(router.register, engine.url, api_key=engine.api_key)
+        yield router
+    finally:
+        await asyncio.to_thread(router.stop)
+        address.close()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": set(),
     "store": {"host"},
     "weights": {"host", "train.families.registry"},
-    "engines": {"host", "weights", "train.families.registry"},
+    "engines": {"host", "weights", "train.families.registry", "train.hf_config"},
     "train": {"host", "store", "weights", "algorithms"},
     "buffer": {"host", "store", "algorithms"},
     "rollout": {"host", "store"},

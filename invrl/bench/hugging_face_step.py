@@ -1,8 +1,8 @@
 """A training step with a plain Hugging Face model, as someone who knows it would write it.
 
-Rows are sorted by length and padded, as many in a micro-batch as ours holds tokens; SDPA; logits only where a
-row has something to train; autocast over float32 weights where ours computes in bfloat16 over float32 master
-weights; fused AdamW. The loss is ours.
+Rows are padded to the longest of their micro-batch, which has as many as fit into the tokens of ours, in the
+order of the batch or sorted by length; SDPA; logits only where a row has something to train; autocast over
+float32 weights where ours computes in bfloat16 over float32 master weights; fused AdamW. The loss is ours.
 """
 
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from invrl.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PaddedRows:
+class PaddedRows:
     """A micro-batch of B rows, and its N trained tokens."""
 
     ids_BT: torch.Tensor
@@ -31,8 +31,15 @@ class _PaddedRows:
     temperature_B11: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedBatch:
+    micro_batches: tuple[PaddedRows, ...]
+    denominator: float
+    """Trained tokens of the whole batch."""
+
+
 class HuggingFaceStep:
-    """`prepare` pads a batch once; `run` is one step with it."""
+    """The model and its optimizer."""
 
     def __init__(self, model_path: str, train: TrainConfig, algorithm: AlgorithmConfig) -> None:
         self._train = train
@@ -49,29 +56,17 @@ class HuggingFaceStep:
             fused=True,
         )
 
-    def prepare(self, batch: TrainBatch) -> None:
-        self._denominator = float(batch.total_tokens)
-        rows = list(range(len(batch.samples)))
-        rows.sort(key=lambda row: len(batch.samples[row].tokens_T))
-        micro_batches: list[list[int]] = [[]]
-        for row in rows:
-            length = len(batch.samples[row].tokens_T)
-            if (len(micro_batches[-1]) + 1) * length > self._train.max_tokens_per_microbatch:
-                micro_batches.append([])
-            micro_batches[-1].append(row)
-        self._padded = [_pad(batch, micro_batch) for micro_batch in micro_batches if micro_batch]
-
-    def run(self) -> float:
-        """The gradient's norm."""
+    def run(self, batch: PaddedBatch) -> float:
+        """One step. Returns the gradient's norm."""
         self._optimizer.zero_grad(set_to_none=True)
-        for rows in self._padded:
-            self._backward(rows)
+        for rows in batch.micro_batches:
+            self._backward(rows, batch.denominator)
         bound = self._train.clip_grad or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), bound)
         self._optimizer.step()
         return float(norm)
 
-    def _backward(self, rows: _PaddedRows) -> None:
+    def _backward(self, rows: PaddedRows, denominator: float) -> None:
         first = int(rows.trained_BT.any(0).nonzero()[0])
         keep = torch.arange(first - 1, rows.ids_BT.shape[1] - 1, device=device.device())
         with self._autocast():
@@ -86,7 +81,7 @@ class HuggingFaceStep:
             advantages_N=rows.advantages_N,
             reference_N=None,
             entropy_N=None,
-            denominator=self._denominator,
+            denominator=denominator,
         )
         policy_loss(inputs, self._algorithm).loss.backward()
 
@@ -96,7 +91,27 @@ class HuggingFaceStep:
         )
 
 
-def _pad(batch: TrainBatch, rows: list[int]) -> _PaddedRows:
+def pad_batch(batch: TrainBatch, *, tokens: int, sorted_by_length: bool) -> PaddedBatch:
+    """Micro-batches of at most `tokens` tokens, padding included; a longer row is alone."""
+    lengths = [len(sample.tokens_T) for sample in batch.samples]
+    rows = list(range(len(lengths)))
+    if sorted_by_length:
+        rows.sort(key=lengths.__getitem__)
+    micro_batches: list[list[int]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, lengths[row])
+        if not micro_batches or (len(micro_batches[-1]) + 1) * longest > tokens:
+            micro_batches.append([])
+            longest = lengths[row]
+        micro_batches[-1].append(row)
+    return PaddedBatch(
+        micro_batches=tuple(_pad(batch, micro_batch) for micro_batch in micro_batches),
+        denominator=float(batch.total_tokens),
+    )
+
+
+def _pad(batch: TrainBatch, rows: list[int]) -> PaddedRows:
     samples = [batch.samples[row] for row in rows]
     shape = (len(rows), max(len(sample.tokens_T) for sample in samples))
     ids_BT = np.zeros(shape, np.int64)
@@ -111,7 +126,7 @@ def _pad(batch: TrainBatch, rows: list[int]) -> _PaddedRows:
     advantages = [batch.advantages[row][batch.samples[row].loss_mask_T] for row in rows]
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     target = device.device()
-    return _PaddedRows(
+    return PaddedRows(
         ids_BT=torch.from_numpy(ids_BT).to(target),
         mask_BT=torch.from_numpy(mask_BT).to(target),
         trained_BT=torch.from_numpy(trained_BT).to(target),

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,29 +76,92 @@ class _LayoutResult(BaseModel):
         return self.row_tokens / median(self.seconds)
 
 
-def measure_trainer(settings: BenchSettings) -> tuple[dict[str, float], dict[str, Any]]:
-    """Ratios, and what they come from. Raises TrainError, DeadlineError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one part of the measurement found: ratios, and what they come from under names of their own."""
+
+    ratios: Mapping[str, float]
+    details: Mapping[str, Any]
+    failure: str = ""
+    """Why it has no ratios; "" where it has, or where the model cannot be divided so."""
+
+
+def measure_trainer(settings: BenchSettings) -> Iterator[Part]:
+    """Part by part, so that a later one that fails or hangs costs none of those before it."""
     with tempfile.TemporaryDirectory(prefix="invrl-bench-") as folder:
-        steps = _measure_steps(settings, Path(folder))
-        ratios, details = _ratios_of_steps(steps)
-        one = _measure_layout(settings, Path(folder), "one_process", {}, threads=settings.cores)
-        minimum = _analytic_minimum(settings, one.largest_micro_batch)
-        ratios["minimum_memory"] = minimum / one.peak_memory_gb
-        details["memory_gb"] = {"minimum": minimum, "peak": one.peak_memory_gb}
+        ranks = _Ranks(settings, Path(folder))
+        parts: dict[str, Callable[[], Part]] = {
+            "steps": lambda: _ratios_of_steps(_measure_steps(settings, Path(folder))),
+            "memory": ranks.memory,
+        }
         if settings.cores > 1:
-            details["layouts_tokens_per_s"] = {"one_process": one.tokens_per_s}
-            for name, sizes in _LAYOUTS.items():
-                refusal = _refusal(settings, sizes)
-                if refusal:
-                    details.setdefault("refused_layouts", {})[name] = refusal
-                    continue
-                layout = _measure_layout(settings, Path(folder), name, sizes, threads=settings.cores // 2)
-                ratios[name] = layout.tokens_per_s / one.tokens_per_s
-                details["layouts_tokens_per_s"][name] = layout.tokens_per_s
-    return {name: round(ratio, 4) for name, ratio in ratios.items()}, details
+            parts["data_parallel_2"] = ranks.data_parallel
+            parts["tensor_parallel_2"] = ranks.tensor_parallel
+        for name, measure in parts.items():
+            try:
+                yield measure()
+            except (TrainError, DeadlineError) as error:
+                yield Part(ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}")
 
 
-def _ratios_of_steps(steps: _StepResult) -> tuple[dict[str, float], dict[str, Any]]:
+class _Ranks:
+    """The parts that are measured in other processes: one that has all cores, or two that share them."""
+
+    def __init__(self, settings: BenchSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._one: _LayoutResult | None = None
+        """One process, once it has been measured."""
+
+    def memory(self) -> Part:
+        """The analytic minimum over the peak of one process."""
+        one = _measure_layout(self._settings, self._folder, "one_process", {}, threads=self._settings.cores)
+        self._one = one
+        minimum = _analytic_minimum(self._settings, one.largest_micro_batch)
+        return Part(
+            ratios={"minimum_memory": minimum / one.peak_memory_gb},
+            details={"memory_gb": {"minimum": minimum, "peak": one.peak_memory_gb}},
+        )
+
+    def data_parallel(self) -> Part:
+        return self._two_over_one(self._settings, "data_parallel_2", self._one)
+
+    def tensor_parallel(self) -> Part:
+        """Of a model like this with other heads where two ranks cannot divide its own."""
+        settings = self._settings
+        one = self._one
+        if _refusal(settings, _LAYOUTS["tensor_parallel_2"]):
+            settings = _with_even_heads(settings, self._folder)
+            refusal = _refusal(settings, _LAYOUTS["tensor_parallel_2"])
+            if refusal:
+                return Part(ratios={}, details={"tensor_parallel_2": {"refused": refusal}})
+            one = _measure_layout(settings, self._folder, "one_even", {}, threads=settings.cores)
+        return self._two_over_one(settings, "tensor_parallel_2", one)
+
+    def _two_over_one(self, settings: BenchSettings, name: str, one: "_LayoutResult | None") -> Part:
+        if one is None:
+            raise TrainError("there is nothing to compare with: one process could not be measured")
+        threads = settings.cores // 2
+        two = _measure_layout(settings, self._folder, name, _LAYOUTS[name], threads=threads)
+        config = read_hf_config(settings.model_path)
+        details = {
+            "tokens_per_s": two.tokens_per_s,
+            "one_process_tokens_per_s": one.tokens_per_s,
+            "heads": [config.num_attention_heads, config.num_key_value_heads],
+            "weights": "the model's" if settings is self._settings else "random",
+        }
+        return Part(ratios={name: two.tokens_per_s / one.tokens_per_s}, details={name: details})
+
+
+def _with_even_heads(settings: BenchSettings, folder: Path) -> BenchSettings:
+    target = folder / "even_model"
+    program = _Program("invrl.bench.even_model", folder / "even_model.log")
+    program.start({}, settings.model_path, str(target))
+    _wait([program], settings.deadline_s)
+    return replace(settings, model_path=str(target))
+
+
+def _ratios_of_steps(steps: _StepResult) -> Part:
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {"speeds": {}, "phases": steps.phases}
     for workload, speeds in steps.speeds.items():
@@ -114,7 +177,7 @@ def _ratios_of_steps(steps: _StepResult) -> tuple[dict[str, float], dict[str, An
         "trainer": median(steps.operations_per_s),
         "matmul": steps.matmul_operations_per_s,
     }
-    return ratios, details
+    return Part(ratios=ratios, details=details)
 
 
 def _analytic_minimum(settings: BenchSettings, num_tokens: int) -> float:
@@ -125,6 +188,7 @@ def _analytic_minimum(settings: BenchSettings, num_tokens: int) -> float:
         has_reference=False,
         served_dtype=settings.train.train_dtype,
         megatron={},
+        copies_checkpoints=False,
         on_cuda=_on_cuda(),
     )
     estimate = budget.largest(num_tokens)
@@ -201,11 +265,11 @@ class _Program:
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._process: subprocess.Popen[str]
 
-    def start(self, settings: Mapping[str, object]) -> None:
+    def start(self, settings: Mapping[str, object], *arguments: str) -> None:
         """`settings` are its standard input."""
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
+                [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -8,6 +8,9 @@ from invrl.types import TrainBatch, TrainSample, WeightVersion
 WORKLOADS = ("equal_lengths", "long_tailed", "shared_prompts")
 _PROMPT_SHARE = 0.25
 """Tokens of a row that are not trained."""
+_ROLLOUT_LOGPROB = -30.0
+"""Of every trained token, in nats: far below the model's, so that every importance weight is at its cap. With
+weights that the model decides, a few tokens would make the whole gradient, and rounding its norm."""
 _ROWS = 16
 _GROUP = 8
 
@@ -48,7 +51,7 @@ def _sample(index: int, tokens_T: NDArray[np.int32], num_prompt: int) -> TrainSa
     return TrainSample(
         tokens_T=tokens_T,
         loss_mask_T=mask_T,
-        rollout_logprobs_T=np.where(mask_T, -3.0, 0.0).astype(np.float32),
+        rollout_logprobs_T=np.where(mask_T, _ROLLOUT_LOGPROB, 0.0).astype(np.float32),
         versions_T=np.where(mask_T, 0, -1).astype(np.int32),
         reward=0.0,
         temperature=1.0,

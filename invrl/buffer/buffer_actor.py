@@ -1,4 +1,4 @@
-"""The buffer's process: a Ray async actor around the state machine of `buffer.py`.
+"""The buffer's process: a Ray async actor around the state machine of `group_buffer.py`.
 
 `BufferActor` is a plain class: tests use it without Ray, and `host/actor.py` runs it as a Ray actor. It
 answers calls and polls the run store's outbox, through which finished sessions arrive. Recording an outcome
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureReport
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
@@ -59,7 +59,7 @@ class BufferActor:
         """`trains_all_roots`: False if only a session's main conversation is trained.
         `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other writers."""
         forget_keys()  # the task source and the group filter are user code
-        self._buffer = Buffer(
+        self._buffer = GroupBuffer(
             config,
             rollout,
             tasks=tasks_factory(),
@@ -94,7 +94,7 @@ class BufferActor:
     async def start(self, snapshot: bytes | None = None) -> None:
         """Begins an incarnation of the run, from a checkpoint's snapshot or from the start, and begins to
         poll the outbox. A second call does nothing. Outbox rows of earlier incarnations count only as
-        `Buffer.restore` says."""
+        `GroupBuffer.restore` says."""
         if self._poller is not None:
             return
         self._seen = self._ledger.last_outbox_row()

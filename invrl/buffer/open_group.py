@@ -1,6 +1,6 @@
 """A group that has not ended: the attempts at its places, the state of each, and the rollouts that finished.
 
-`buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py` changes states."""
+`group_buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py` changes states."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

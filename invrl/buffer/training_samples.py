@@ -21,18 +21,8 @@ from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
 from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
-from invrl.types import (
-    GrammarSpan,
-    Group,
-    Rollout,
-    RolloutSummary,
-    RoutedExperts,
-    TakenBatch,
-    TrainBatch,
-    TrainSample,
-    Turn,
-    unknown_expert,
-)
+from invrl.routed_experts import RoutedExperts, unknown_expert
+from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
 
 def build_batch(

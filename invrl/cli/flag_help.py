@@ -48,7 +48,7 @@ _FIRST_SETTINGS = {
 """What a first run sets, in the order in which a user thinks of it. Other commands: as `train`."""
 _PACKAGE_HELP = {
     "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
-    "router": "sglang-router's arguments, for example --router-policy manual",
+    "router": "sglang-router's arguments, or those of smg, for example --router-policy manual",
     "megatron": "fields of its Transformer-, DistributedDataParallel- and OptimizerConfig",
 }
 _WIDTH = 100

@@ -1,4 +1,5 @@
-"""Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in pinned versions.
+"""Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in pinned versions; and
+smg, if it is wanted.
 
 In a checkout, `launch/install.sh` makes the whole environment. An installed wheel has what the command line
 and the gateway need. `invrl install` adds the rest to the environment that invrl itself runs in.
@@ -8,12 +9,15 @@ machines can install. Both are installed without their dependencies; the extras 
 that are needed."""
 
 import importlib.metadata
+import importlib.util
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from invrl.engines import smg
 from invrl.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
@@ -37,7 +41,16 @@ def install(device: str) -> None:
 
     Raises ConfigError if there is no installer, or with the command that failed.
     """
-    for command in install_steps(device):
+    _run(install_steps(device))
+
+
+def install_smg() -> None:
+    """Make the virtual environment of smg, as `install` does."""
+    _run(smg_steps())
+
+
+def _run(steps: Iterable[Sequence[str]]) -> None:
+    for command in steps:
         print("+", shlex.join(command), flush=True)
         process = subprocess.run(command, check=False)
         if process.returncode != 0:
@@ -55,6 +68,27 @@ def install_steps(device: str) -> list[list[str]]:
     return [
         [*installer, "-c", str(pins), f"invrl[{device}]"],
         [*installer, "--no-deps", "-r", str(without_dependencies)],
+    ]
+
+
+def smg_steps() -> list[list[str]]:
+    """The command lines that make smg's virtual environment, in order. Raises ConfigError if neither this
+    Python nor uv can make one."""
+    folder = str(smg.INSTALLED_FOLDER)
+    python = str(smg.INSTALLED_FOLDER / "bin" / "python")
+    requirement = f"smg=={smg.VERSION}"
+    if importlib.util.find_spec("ensurepip"):
+        return [
+            [sys.executable, "-m", "venv", "--clear", folder],
+            [python, "-m", "pip", "install", requirement],
+        ]
+    uv = shutil.which("uv")
+    if uv is None:
+        reason = "this Python cannot make a virtual environment with pip, and there is no uv on PATH"
+        raise ConfigError("install", sys.executable, reason, "install its venv package (python3-venv)")
+    return [
+        [uv, "venv", "--clear", "--python", sys.executable, folder],
+        [uv, "pip", "install", "--python", python, requirement],
     ]
 
 

@@ -43,7 +43,8 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
     run = str(folder.path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     latest = checkpoints.latest()
-    if not finished and not config.run.debug_train_only:
+    can_resume = latest is not None or not checkpoints.damaged()  # else a resume is refused
+    if not finished and not config.run.debug_train_only and can_resume:
         purpose = "begin again: there is no checkpoint yet"
         if latest:
             purpose = f"continue from step {latest.step}"

@@ -17,10 +17,18 @@ class EngineConfig(Section):
     seeded_sampling: bool = Field(
         False, description="sample each generation with its own seed, derived from --seed"
     )
-    engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
+    engine_max_total_tokens: NonNegativeInt = Field(
+        0, description="KV-cache tokens per engine (0: 16384 on CPU, what SGLang finds room for on a GPU)"
+    )
     engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
     engine_max_restarts: NonNegativeInt = Field(
         3, description="restarts of one engine that left the fleet, in one incarnation of a run"
+    )
+    router: Literal["sglang-router", "smg"] = Field(
+        "sglang-router", description="program that spreads requests over the engines"
+    )
+    smg_environment: str = Field(
+        "", description="virtual environment with smg (empty: that of `invrl install --router smg`)"
     )
     router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")

@@ -36,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 QUESTIONS = 3
 """In a row. One alone proves nothing: our own event loop may have been blocked."""
 TOKEN_TIMEOUTS = 3
-_MAX_POLL_INTERVAL_S = 1.0
+_MAX_POLL_INTERVAL_S = 0.25
+"""How long an ended process may go unnoticed: less than the gateway waits before it asks the router again."""
 
 Ask = Callable[[float], Awaitable[bool]]
 """Was there an answer within that many seconds?"""

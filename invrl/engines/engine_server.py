@@ -33,6 +33,7 @@ _PROCESS_NAME = "sglang::"
 """The prefix of the names of the processes that SGLang starts for an engine."""
 _FIRST_TOKEN_DEADLINE_S = 60.0
 _POLL_INTERVAL_S = 0.5
+_CPU_TOTAL_TOKENS = 16384
 
 _CPU_FLAGS = {
     "device": "cpu",
@@ -74,8 +75,10 @@ class EngineServer(ServerProcess):
         model_path: Path,
         run_folder: Path,
         passthrough: Sequence[str] = (),
+        api_key: str | None = None,
     ) -> None:
-        self.api_key = random_key()
+        """`api_key`: None makes a random one."""
+        self.api_key = api_key or random_key()
         self.admin_key = random_key()
         self._config = config
         self._port = ReservedPort()
@@ -202,6 +205,13 @@ def _post(http: HTTPConnection, path: str, key: str, body: bytes, *, meanwhile: 
         return answer.status
 
 
+def max_total_tokens(config: EngineConfig) -> int | None:
+    """How many tokens an engine's KV cache holds. None: as many as SGLang finds room for on a GPU."""
+    if config.engine_max_total_tokens:
+        return config.engine_max_total_tokens
+    return None if count_gpus() else _CPU_TOTAL_TOKENS
+
+
 def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     on_cpu = count_gpus() == 0
     flags = {
@@ -216,7 +226,9 @@ def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     }
     if on_cpu:
         flags |= _CPU_FLAGS
-        flags["max-total-tokens"] = str(config.engine_max_total_tokens)
+    total_tokens = max_total_tokens(config)
+    if total_tokens is not None:
+        flags["max-total-tokens"] = str(total_tokens)
     command = [sys.executable, "-m", "invrl.engines.launch_sglang"]
     for name, value in flags.items():
         command += [f"--{name}", value]

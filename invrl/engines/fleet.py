@@ -21,10 +21,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
-from invrl.engines.engine_server import EngineServer
+from invrl.engines.engine_server import EngineServer, max_total_tokens
 from invrl.engines.router_server import RouterServer
 from invrl.engines.sglang_args import router_flags, sglang_flags
 from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.smg import find_smg
 from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.process import RestartLimit, family_of
@@ -84,8 +85,9 @@ class Fleet:
         self._sglang_flags = sglang_flags(sglang or {})
         if record_experts:
             self._sglang_flags = [*self._sglang_flags, "--enable-return-routed-experts"]
-        self._router_flags = router_flags(router or {})
-        self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
+        self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
+        self._router_flags = router_flags(router or {}, self._smg)
+        self.limits = EngineLimits.of(model_path, max_total_tokens=max_total_tokens(engine))
         self.engines: dict[str, Engine] = {}
         self.evicted: dict[str, str] = {}
         """Name -> reason, of the engines that left and have not come back."""
@@ -326,6 +328,7 @@ class Fleet:
             model_path=self._model_path,
             run_folder=self._run_folder,
             passthrough=self._sglang_flags,
+            api_key=self.router.engine_api_key,
         )
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
@@ -339,6 +342,7 @@ class Fleet:
             start_timeout_s=self._config.router_start_timeout_s,
             passthrough=self._router_flags,
             address=None if predecessor is None else predecessor.address,
+            installed_smg=self._smg,
         )
 
     async def _wait_ready(self, name: str, engine: Engine) -> None:

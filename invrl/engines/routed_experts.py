@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import RoutedExperts, VersionSpan, experts_dtype, unknown_expert
+from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
+from invrl.train.hf_config import read_hf_config
+from invrl.types import VersionSpan
 
 _log = logging.getLogger(__name__)
-_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What families call the number of experts of a layer in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +38,11 @@ class ExpertsShape:
 
     @classmethod
     def of(cls, model_path: Path | str) -> ExpertsShape:
-        """Raises KeyError for a model without experts."""
-        config = json.loads((Path(model_path) / "config.json").read_text())
-        [count, *_] = [config[name] for name in _COUNT_NAMES if name in config] or [None]
-        if count is None:
-            raise KeyError(f"{model_path}: config.json has none of {', '.join(_COUNT_NAMES)}")
-        return cls(
-            layers=int(config["num_hidden_layers"]),
-            chosen=int(config["num_experts_per_tok"]),
-            count=int(count),
-        )
+        """Raises ValueError for a model without experts, ConfigError for one that the trainer refuses."""
+        config = read_hf_config(model_path)
+        if config.experts is None:
+            raise ValueError(f"{model_path}: the model has no experts")
+        return cls(layers=config.num_hidden_layers, chosen=config.experts.chosen, count=config.experts.count)
 
 
 def first_row(path_tokens: int) -> int:

@@ -1,17 +1,20 @@
-"""sglang-router as an OS process, with the settings that suit RL, and the engines that it routes to.
+"""sglang-router, or smg, as an OS process, with the settings that suit RL, and the engines that it routes to.
 
 Invariant: the router is private. It listens on loopback; sampling needs `api_key`, which the gateway holds;
-management needs another key, which never leaves this file; towards an engine it uses that engine's key. It
-never retries, never sheds load, and never ejects an engine that is only paused. It routes to an engine only
-after `register`, which is called once that engine holds the fleet's version.
+management needs another key, which never leaves this file. Towards an engine sglang-router uses that engine's
+key, and smg the key of the request: behind smg all engines have `api_key`. The router never retries, never
+sheds load, and never ejects an engine that is only paused. It routes to an engine only after `register`,
+which is called once that engine holds the fleet's version.
 """
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 
+from invrl.engines import launch_router, smg
 from invrl.errors import ServerError
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ServerProcess, random_key
@@ -63,10 +66,13 @@ class RouterServer(ServerProcess):
         start_timeout_s: float,
         passthrough: Sequence[str] = (),
         address: RouterAddress | None = None,
+        installed_smg: smg.Smg | None = None,
     ) -> None:
-        """`address`: of the router that this one succeeds."""
+        """`address`: of the router that this one succeeds. Without smg it is sglang-router."""
         self.address = address or RouterAddress()
         self.api_key = self.address.api_key
+        self.engine_api_key: str | None = None
+        """The API key that engines must have. None: each may have its own."""
         self.url = f"http://127.0.0.1:{self.address.port.number}"
         self._start_timeout_s = start_timeout_s
         self._worker_ids: dict[str, str] = {}
@@ -78,11 +84,21 @@ class RouterServer(ServerProcess):
             "prometheus-port": str(self.address.prometheus_port.number),
             **_FLAGS,
         }
-        command = [sys.executable, "-m", "invrl.engines.launch_router"]
+        switches = _SWITCHES
+        if installed_smg is None:
+            self.program = f"sglang-router {version('sglang-router')}"
+            command = [sys.executable, "-m", launch_router.__name__, "sglang_router"]
+        else:
+            self.program = f"smg {installed_smg.version}"
+            self.engine_api_key = self.api_key
+            flags |= smg.FLAGS
+            switches += smg.SWITCHES
+            # -I: nothing of our environment or of PYTHONPATH.
+            command = [str(installed_smg.python), "-I", launch_router.__file__, "smg"]
         for name, value in flags.items():
             command += [f"--{name}", value]
-        command += [*_SWITCHES, *passthrough]
-        # Sampling needs one key, management another; each engine's own is given when it is registered.
+        command += [*switches, *passthrough]
+        # Sampling needs one key, management another; an engine's is given when it is registered.
         keys = f"--api-key={self.api_key}"
         keys += f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
         log = run_folder / "logs" / "router.log"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
+from invrl.engines import smg
 from invrl.errors import ConfigError
 
 _KEYS = "leave it out: random keys are made"
@@ -215,9 +216,11 @@ def sglang_flags(options: Mapping[str, object]) -> list[str]:
     return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
-def router_flags(options: Mapping[str, object]) -> list[str]:
-    """As `sglang_flags`, for `--router-NAME`."""
-    return _flags("router", options, router_parser, ROUTER_OWNED)
+def router_flags(options: Mapping[str, object], installed_smg: smg.Smg | None = None) -> list[str]:
+    """As `sglang_flags`, for `--router-NAME`: options of smg, if it is given, or else of sglang-router."""
+    if installed_smg is None:
+        return _flags("router", options, router_parser, ROUTER_OWNED)
+    return _flags("router", options, lambda: _parser(installed_smg.add_options), ROUTER_OWNED | smg.OWNED)
 
 
 def _flags(

@@ -30,7 +30,8 @@ from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.engines.sglang_answers import GenerateEvent, MetaInfo, decode_event, events_of
 from invrl.engines.version_spans import VersionTracker
 from invrl.errors import DeadlineError, ServerError, SessionError
-from invrl.types import FinishReason, Json, RoutedExperts, Sampling, VersionSpan, WeightVersion
+from invrl.routed_experts import RoutedExperts
+from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
 _IDLE_CONNECTION_S = 2.0
@@ -72,16 +73,16 @@ class EngineLimits:
 
     vocab_size: int
     context_length: int
-    """Prompt and answer together; the KV cache's size where that is smaller."""
+    """Prompt and answer together; the KV cache's size where that is known and smaller."""
 
     @classmethod
-    def of(cls, model_path: Path | str, *, max_total_tokens: int) -> EngineLimits:
+    def of(cls, model_path: Path | str, *, max_total_tokens: int | None) -> EngineLimits:
+        """`max_total_tokens`: what the KV cache holds. None: not known; only the model bounds them."""
         config = json.loads((Path(model_path) / "config.json").read_text())
-        positions = int(config.get("max_position_embeddings", max_total_tokens))
-        return cls(
-            vocab_size=int(config["vocab_size"]),
-            context_length=min(positions, max_total_tokens - _RESERVED_KV_SLOTS),
-        )
+        context_length = int(config["max_position_embeddings"])
+        if max_total_tokens is not None:
+            context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)
+        return cls(vocab_size=int(config["vocab_size"]), context_length=context_length)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -19,16 +19,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
+from invrl.file_entry import FileEntries
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import Trainer
 from invrl.run.checkpoint import MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step, step_in
 from invrl.run.checkpoint_scores import kept_steps
 from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
 from invrl.store.run_folder import KEEP_NAME
-from invrl.types import FileEntries
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,6 +37,27 @@ _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 _REFUSED = ".refused"
 """Ends the name of a checkpoint that is whole and cannot be used: of another model, or of a newer format."""
+
+
+class CopyingTrainer(Trainer, Protocol):
+    """A trainer that can write a copy of its state while it trains on."""
+
+    async def copy_model(self, path: str) -> None:
+        """Copies the weights and begins to write them as `export_hugging_face` does."""
+
+    async def copy_checkpoint(self, path: str) -> None:
+        """Copies the state and begins to write it, after the weights."""
+
+    async def model_written(self) -> FileEntries:
+        """Waits for the weights. Raises what their writing raised."""
+        ...
+
+    async def checkpoint_written(self) -> None:
+        """Waits for the state, on all ranks."""
+
+    async def finish_checkpoint(self) -> FileEntries:
+        """Ends the writing of the state. As `save_checkpoint`."""
+        ...
 
 
 class Checkpoints:
@@ -55,6 +76,9 @@ class Checkpoints:
         self._keep = keep
         self._keep_best = keep_best
         self._read_scores = read_scores
+        self._in_flight: asyncio.Task[None] | None = None
+        """The checkpoint that is being written beside training."""
+        self._failed = asyncio.Event()
         self.saved_step: int | None = None
         """Of the newest weights that this object has saved, whatever became of their checkpoint."""
 
@@ -72,6 +96,10 @@ class Checkpoints:
         if not checkpoints:
             return None
         return checkpoints[-1]
+
+    def damaged(self) -> list[str]:
+        """Names of the checkpoints that were damaged and renamed."""
+        return sorted(path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*"))
 
     def newest_whole(self, report: Callable[[str], object], model_folder: Path) -> Checkpoint | None:
         """The newest checkpoint that is of the model in `model_folder`, in a format that is known, and whose
@@ -93,7 +121,7 @@ class Checkpoints:
         if refusals:  # the fault is the command's, so nothing is renamed
             _, error = refusals[0]
             raise error
-        damaged = sorted(path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*"))
+        damaged = self.damaged()
         if damaged:
             fix = (
                 "copy a whole checkpoint back to this folder, or begin a new run under another --run-name. "
@@ -178,15 +206,62 @@ class Checkpoints:
         model = await self.save_model(trainer, step)
         filling = await _in_thread(self.begin, step)
         state = await trainer.save_checkpoint(str(filling.megatron))
+        return await self._complete(filling, model, state, snapshot)
+
+    async def _complete(
+        self, filling: Checkpoint, model: Path, state: FileEntries, snapshot: bytes | None
+    ) -> Checkpoint:
+        """Makes a checkpoint of the trainer's state, which is in `filling`, and the saved model."""
         linked = await _in_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
             await _in_thread(filling.buffer.write_bytes, snapshot)
         written = {**_below(filling.megatron, state), **_below(filling.hugging_face, linked)}
         return await _in_thread(self.commit, filling, written)
 
+    async def save_beside_training(self, trainer: CopyingTrainer, step: int, snapshot: bytes) -> None:
+        """As `save`, but returns as soon as the trainer has copied what is to be written. Waits first for the
+        checkpoint before, so that there is one copy at most. A failure of the writing is raised by `watch`,
+        and by the next call that waits."""
+        await self.wait_until_saved()
+        filling = await _in_thread(self.begin, step)
+        unfinished = self._model_path(step).with_name(self._model_path(step).name + _PARTIAL)
+        await trainer.copy_model(str(unfinished))
+        await trainer.copy_checkpoint(str(filling.megatron))
+        self._in_flight = asyncio.create_task(self._write(trainer, filling, unfinished, snapshot))
+        self._in_flight.add_done_callback(self._note_end)
+
+    async def _write(
+        self, trainer: CopyingTrainer, filling: Checkpoint, unfinished: Path, snapshot: bytes
+    ) -> None:
+        """Awaits what the trainer writes, and publishes it. The model comes first, as in `save`."""
+        written = await trainer.model_written()
+        model = self._model_path(filling.step)
+        await _in_thread(self._publish_model, unfinished, model, filling.step, written)
+        await trainer.checkpoint_written()
+        state = await trainer.finish_checkpoint()
+        await self._complete(filling, model, state, snapshot)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failed.set()
+
+    async def wait_until_saved(self) -> None:
+        """Returns once no checkpoint is being written. Raises what the writing raised. The calls of the
+        trainer have deadlines, so this wait has one too."""
+        if self._in_flight is not None:
+            await asyncio.shield(self._in_flight)
+            self._in_flight = None
+
+    async def watch(self) -> None:
+        """Never returns. Raises the failure of a checkpoint that is written beside training."""
+        await self._failed.wait()
+        assert self._in_flight is not None
+        await self._in_flight
+
     async def save_model(self, trainer: Trainer, step: int) -> Path:
         """Saves the trainer's weights alone, as a Hugging Face folder, and removes older ones. Its path."""
-        final = self._folder / f"{MODEL_PREFIX}{step:06d}"
+        await self.wait_until_saved()
+        final = self._model_path(step)
         unfinished = final.with_name(final.name + _PARTIAL)
         await _in_thread(self._clear_partial)
         written = await trainer.export_hugging_face(str(unfinished))
@@ -198,6 +273,10 @@ class Checkpoints:
         checkpoint = Checkpoint(step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}")
         if checkpoint.path.exists():
             return checkpoint.hugging_face
+        return self._model_path(step)
+
+    def _model_path(self, step: int) -> Path:
+        """Of the step's weights by themselves."""
         return self._folder / f"{MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
@@ -236,11 +315,12 @@ class Checkpoints:
         that a user was told stays valid."""
         if (final / KEEP_NAME).exists():
             (unfinished / KEEP_NAME).touch()
+        old = final.with_name(f"{final.name}.old{_PARTIAL}")
         if final.exists():
-            final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
+            final.rename(old)
         unfinished.rename(final)
         flush(self._folder)
-        self._clear_partial()
+        shutil.rmtree(old, ignore_errors=True)
 
     def _remove_models(self, last: int) -> None:
         """Removes those of step `last` and of earlier steps, unless they are to be kept. A later one is of an

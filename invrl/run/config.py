@@ -26,6 +26,7 @@ from invrl.run.contradictions import check
 from invrl.run.name_suggestions import meant_setting, nearest_setting
 from invrl.section import Section
 from invrl.train.config import TrainConfig
+from invrl.weights.config import WeightSyncConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
 """What a pass-through option or a flag can be."""
@@ -45,6 +46,11 @@ class RunConfig(Section):
         ge=0,
         description="seconds between checkpoints, more where saving would take over 5 % of the time; 0: none "
         "before the last step",
+    )
+    async_checkpoints: bool = Field(
+        False,
+        description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
+        "a parameter (float32: 20), on the first rank of each data-parallel group",
     )
     keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
     keep_best: NonNegativeInt = Field(
@@ -118,17 +124,6 @@ def _model_folder(path: str) -> Path:
     if of_checkpoint.is_dir():
         return of_checkpoint
     return folder
-
-
-class WeightSyncConfig(Section):
-    """How new weights reach the engines, and what proves that they are there."""
-
-    weight_transport: Literal["arena", "bucket"] = Field(
-        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
-    )
-    weight_sync_timeout_s: float = Field(
-        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
-    )
 
 
 class Config(Section):

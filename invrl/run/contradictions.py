@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError
+from invrl.train.activations import recomputed_modules
 
 if TYPE_CHECKING:
     from invrl.run.config import Config
@@ -67,10 +68,10 @@ def _modes(config: Config) -> Contradictions:
 def _schedule(config: Config) -> Contradictions:
     train = config.train
     if train.lr_decay_style != "constant" and train.lr_decay_steps <= train.lr_warmup_steps:
-        reason = f"a {train.lr_decay_style} decay ends after its warm-up of {train.lr_warmup_steps} steps"
+        reason = f"a {train.lr_decay_style} decay must end after the warm-up of {train.lr_warmup_steps} steps"
         yield "train.lr_decay_steps", reason, "set --lr-decay-steps to the optimizer steps of the run"
     if train.lr_min > train.lr:
-        reason = f"the schedule's highest rate is lr = {train.lr}"
+        reason = f"it is above lr = {train.lr}, the highest rate of the schedule"
         yield "train.lr_min", reason, "lower --lr-min or raise --lr"
 
 
@@ -106,10 +107,12 @@ def _routing_replay(config: Config) -> Contradictions:
         reason = "with --old-logprobs engine the trainer makes no pass for them whose routing it could replay"
         yield "train.routing_replay", reason, "use --old-logprobs recompute"
     if replay == "trainer" and algorithm.num_minibatches == 1:
-        reason = "in the one optimizer step of a batch the current policy is the old one"
+        reason = (
+            "a batch has one optimizer step, in which the current policy is the old one: there is no earlier "
+            "pass to repeat"
+        )
         yield "train.routing_replay", reason, "set --num-minibatches to 2 or more"
-    modules = str(config.megatron.get("recompute_modules", ""))
-    if replay != "none" and "moe" in modules.split(","):
+    if replay != "none" and "moe" in recomputed_modules(config.megatron):
         reason = "Megatron recomputes the experts' part of a layer without the routing of its micro-batch"
         fix = "recompute whole layers (--megatron-recompute-granularity full), or leave moe out"
         yield "megatron.recompute_modules", reason, fix
@@ -137,16 +140,18 @@ def _engines(config: Config) -> Contradictions:
     rollout = config.rollout
     gateway = config.gateway
     capacity = config.engine.engine_max_total_tokens
-    if rollout.max_new_tokens >= capacity:
-        reason = f"an engine's KV cache holds {capacity} tokens in all"
+    if capacity and rollout.max_new_tokens >= capacity:
+        reason = f"an engine's KV cache holds {capacity} tokens, prompt included"
         yield "rollout.max_new_tokens", reason, "lower --max-new-tokens or raise --engine-max-total-tokens"
     if rollout.rollout_concurrency > gateway.max_open_sessions:
-        reason = f"the gateway admits {gateway.max_open_sessions} open sessions"
+        reason = f"the gateway admits {gateway.max_open_sessions} open sessions at most"
         fix = "lower --rollout-concurrency or raise --max-open-sessions"
         yield "rollout.rollout_concurrency", reason, fix
     if rollout.rollout_workers > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
         yield "rollout.rollout_workers", reason, "lower --rollout-workers or raise --rollout-concurrency"
+    if config.engine.smg_environment and config.engine.router != "smg":
+        yield "engine.smg_environment", "only smg is started from it", "add --router smg, or leave it out"
     yield from _grammar_masks(config)
     if config.engine.seeded_sampling:
         yield from _seeded_backends(config)

@@ -11,6 +11,7 @@ from importlib.metadata import version
 import msgspec
 
 from invrl import __version__
+from invrl.engines import smg
 from invrl.host import interrupts
 from invrl.host.printable import for_stdout
 from invrl.rollout.dispatcher import first_to_fail
@@ -38,7 +39,10 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         stack.push_async_callback(rollouts.stop)
         await all_started(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
-        note(f"everything is up; what your agent prints: {folder.printed_by_agents}")
+        note(
+            f"everything is up behind {serving.fleet.router.program}; what your agent prints: "
+            f"{folder.printed_by_agents}"
+        )
         failures = EvaluationFailures(
             at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), warn=note
         )
@@ -73,8 +77,12 @@ def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
         row["rewards"] = dict(zip(score.task_ids, score.rewards, strict=True))
         rows.append(row)
     versions = {"invrl": __version__}
-    for package in ("sglang", "sglang-router", "transformers", "torch", "ray"):
+    for package in ("sglang", "transformers", "torch", "ray"):
         versions[package] = version(package)
+    if config.engine.router == "smg":
+        versions["smg"] = smg.VERSION
+    else:
+        versions["sglang-router"] = version("sglang-router")
     content = {
         "model": str(config.model.folder),
         "scores": rows,

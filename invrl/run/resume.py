@@ -5,7 +5,7 @@ A resume, in the order in which it happens (`run/train.py` makes these calls):
     find_start                here: the newest checkpoint whose files are what was written
     check_store_at            here: run.sqlite is whole, and fits the checkpoint
     BufferActor.start         buffer/buffer_actor.py: reads the snapshot, and the outcomes that came after it
-      Buffer.restore          buffer/buffer.py: open groups, data cursor, counts
+      GroupBuffer.restore     buffer/group_buffer.py: open groups, data cursor, counts
     TrainerState.load         train/trainer_state.py: model, optimizer, schedule, random state
     WeightUpdater.update      run/weight_updater.py: gives the loaded weights to every engine
 

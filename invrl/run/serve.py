@@ -2,6 +2,8 @@
 
 The first session is for the person at the terminal; the environment key opens more."""
 
+from invrl.engines.engine_server import max_total_tokens
+from invrl.engines.sglang_client import EngineLimits
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
@@ -12,7 +14,11 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
     async with start_serving(with_long_answers(config), folder) as serving:
-        print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
+        print(
+            f"starting {config.engine.num_engines} engine(s) behind {serving.fleet.router.program}; "
+            f"run folder {folder.path}",
+            flush=True,
+        )
         await serving.wait_ready()
         await serving.fleet.admit()
         print(welcome(serving, await _open_session(serving)), flush=True)
@@ -24,7 +30,8 @@ def with_long_answers(config: Config) -> Config:
     names no limit must not be cut off."""
     if "max_new_tokens" in config.rollout.model_fields_set:
         return config
-    unbounded = {"max_new_tokens": config.engine.engine_max_total_tokens}
+    limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
+    unbounded = {"max_new_tokens": limits.context_length}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=unbounded)})
 
 

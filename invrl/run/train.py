@@ -38,7 +38,7 @@ from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import report_failures
 from invrl.run.held_out import HeldOutEvaluations
-from invrl.run.loop import Learner, Parts, run_loop
+from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.train_on_saved_batches import train_on_saved_batches
@@ -140,9 +140,11 @@ class _TrainingRun:
             learner = await self._load_learner(cluster)
             await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started_at:.0f} s")
+            self.observer.note(f"router: {cluster.serving.fleet.router.program}")
             self._note_where_rollouts_run(cluster)
             try:
-                last_step = await cluster.guard(self._train(cluster, learner))
+                training = first_to_fail(self._train(cluster, learner), self.checkpoints.watch())
+                last_step = await cluster.guard(training)
             except (Exception, asyncio.CancelledError) as error:
                 if cluster.trainer is not None:
                     interrupted = isinstance(error, asyncio.CancelledError)
@@ -167,9 +169,15 @@ class _TrainingRun:
         return Learner(
             trainer=trainer,
             sync=updater.update,
-            save=partial(self.checkpoints.save, trainer),
+            save=self._saver(trainer),
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
+
+    def _saver(self, trainer: TrainHandle) -> Save:
+        """How the loop saves a checkpoint."""
+        if self.config.run.async_checkpoints:
+            return partial(self.checkpoints.save_beside_training, trainer)
+        return partial(self.checkpoints.save, trainer)
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:
         if self.config.rollout.external_environments:
@@ -195,6 +203,7 @@ class _TrainingRun:
             if held_out is not None and accuracy_before is not None and learner is not None:
                 accuracy_after = await held_out.evaluate(last_step)
                 await asyncio.to_thread(held_out.report_gain, accuracy_before, accuracy_after)
+        await self.checkpoints.wait_until_saved()
         checkpoint = self.checkpoints.latest()
         if checkpoint:
             keep_model(checkpoint.hugging_face)

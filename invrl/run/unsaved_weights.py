@@ -38,6 +38,7 @@ async def save_unsaved_weights(
     weights are, or why they could not be saved."""
     try:
         async with asyncio.timeout(timeout_s):
+            await checkpoints.wait_until_saved()
             step = first_step + await trainer.batches_trained()
             if step == first_step:
                 return

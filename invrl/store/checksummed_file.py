@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from invrl.types import FileEntry
+from invrl.file_entry import FileEntry
 
 
 class ChecksummedFile:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from invrl.errors import DamagedFileError, NewerFormatError
-from invrl.types import FileEntries, FileEntry
+from invrl.file_entry import FileEntries, FileEntry
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1

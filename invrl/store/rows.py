@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from invrl.routed_experts import RoutedExperts
 from invrl.types import (
     FailedRollout,
     Outcome,
     Reward,
     RolloutSummary,
-    RoutedExperts,
     Sampling,
     Session,
     SessionLimits,

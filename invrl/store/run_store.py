@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     SESSION_COLUMNS,
@@ -29,7 +30,6 @@ from invrl.types import (
     Place,
     Rollout,
     RolloutSummary,
-    RoutedExperts,
     SampledSoFar,
     Session,
     TakenBatch,

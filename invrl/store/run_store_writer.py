@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     OPENED_COLUMNS,
@@ -30,7 +31,7 @@ from invrl.store.rows import (
     turn_values,
 )
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
-from invrl.types import FailedRollout, Outcome, Reward, RoutedExperts, Turn
+from invrl.types import FailedRollout, Outcome, Reward, Turn
 
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]

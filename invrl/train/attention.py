@@ -1,82 +1,42 @@
-"""Self-attention over a packed row of prefix trees, on torch SDPA.
+"""Self-attention over a packed row of prefix trees.
 
 Under context parallelism a rank has the queries of its own tokens, and gathers the keys and values of all.
 Megatron's own local attention refuses packed sequences. This one takes a `PackedRow` where Megatron
-passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`). Imported after
-`device.prepare()`.
+passes its PackedSeqParams, and runs the SDPA calls of the row's blocks (`attention_calls.py`), or on a GPU
+one kernel for the whole row (`tree_mask.py`). Imported after `device.prepare()`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
 
 from invrl.train import device
+from invrl.train.attention_calls import AttentionCalls
 from invrl.train.context_parallel import gather_keys
 from invrl.train.context_share import ContextShare
 from invrl.train.families.rope import Rope
-from invrl.train.micro_batch import AttentionBlock
+from invrl.train.micro_batch import AttentionBlock, MicroBatch
 from invrl.train.rotary import angles
 from invrl.train.routing_replay import Routing
 from invrl.train.sliding_window import windowed
+from invrl.train.tree_mask import TreeMask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionCalls:
-    """The SDPA calls of a layer over a packed row.
+class RowAttention(Protocol):
+    """The attention of a layer over a packed row, or over this rank's share of it."""
 
-    The keys of all blocks are gathered at once and then split: if each block took its own slice, each would
-    cost a gradient as long as the whole row.
-    """
-
-    keys_K: torch.Tensor | None
-    """Places of the keys of all blocks among the keys that the rank has, block by block; None: [0, P)."""
-    num_queries: tuple[int, ...]
-    """Number of queries of each block."""
-    num_keys: tuple[int, ...]
-    """Number of keys of each block."""
-    biases: tuple[torch.Tensor | None, ...]
-    """For each block [queries, keys]: 0 where a query sees a key, else -inf; None: causal."""
-
-    @staticmethod
-    def of(
-        blocks: Sequence[AttentionBlock],
-        gathered_P: NDArray[np.int64] | None,
-        target: torch.device,
-        dtype: torch.dtype,
-    ) -> "AttentionCalls":
-        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is computed; SDPA needs
-        the bias in it."""
-        keys_by_block = [
-            np.concatenate([block.prefix_K, np.arange(block.start, block.end)]) for block in blocks
-        ]
-        keys_K = None
-        if gathered_P is not None:
-            keys_K = torch.from_numpy(gathered_P[np.concatenate(keys_by_block)]).to(target)
-        elif any(len(block.prefix_K) for block in blocks):
-            keys_K = torch.from_numpy(np.concatenate(keys_by_block)).to(target)
-        return AttentionCalls(
-            keys_K=keys_K,
-            num_queries=tuple(block.end - block.start for block in blocks),
-            num_keys=tuple(len(block_keys_K) for block_keys_K in keys_by_block),
-            biases=tuple(_bias(block, target, dtype) for block in blocks),
-        )
-
-
-def _bias(block: AttentionBlock, target: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
-    if block.mask_QK is None:
-        return None
-    hidden_QK = torch.from_numpy(~block.mask_QK)
-    bias_QK = torch.zeros(block.mask_QK.shape, dtype=dtype)
-    return bias_QK.masked_fill_(hidden_QK, float("-inf")).to(target)
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1, heads, K, dim] have
+        fewer heads. `scale`: of the products of queries and keys."""
+        ...
 
 
 @dataclass
@@ -87,7 +47,7 @@ class PackedRow(PackedSeqParams):
     given.
     """
 
-    calls: Mapping[int | None, AttentionCalls] = field(default_factory=dict)
+    attention: Mapping[int | None, RowAttention] = field(default_factory=dict)
     """By the window of a layer."""
     angles: Mapping[Rope, torch.Tensor] = field(default_factory=dict)
     """By the rotary positions of a layer: the angles [P, 1, 1, rotated dimensions] of each token."""
@@ -101,26 +61,34 @@ class PackedRow(PackedSeqParams):
         dtype: torch.dtype,
         *,
         windows: Iterable[int | None],
+        in_one_kernel: bool,
         frequencies: Mapping[Rope, torch.Tensor],
         routing: Routing | None,
     ) -> "PackedRow":
-        """`windows`: those of the model's layers. `frequencies`: those of their rotary positions."""
+        """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's attention is one kernel,
+        not a call per block. `frequencies`: those of the layers' rotary positions."""
         positions_P = torch.from_numpy(share.positions_Q).to(target)
-        micro_batch = share.micro_batch
-        calls: dict[int | None, AttentionCalls] = {}
+        attention: dict[int | None, RowAttention] = {}
         for window in windows:
-            blocks: Sequence[AttentionBlock] = micro_batch.blocks
-            if window is not None:
-                blocks = windowed(blocks, micro_batch.positions_P, window)
-            calls[window] = AttentionCalls.of(share.own_blocks(blocks), share.gathered_P, target, dtype)
+            if in_one_kernel:
+                attention[window] = TreeMask.of(share, window, target)
+            else:
+                blocks = share.own_blocks(_blocks(share.micro_batch, window))
+                attention[window] = AttentionCalls.of(blocks, share.gathered_P, target, dtype)
         return PackedRow(
             qkv_format="sbhd",
-            calls=calls,
+            attention=attention,
             angles={
                 rope: angles(rope_frequencies, positions_P) for rope, rope_frequencies in frequencies.items()
             },
             routing=routing,
         )
+
+
+def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBlock]:
+    if window is None:
+        return micro_batch.blocks
+    return windowed(micro_batch.blocks, micro_batch.positions_P, window)
 
 
 class RotarySelfAttention(SelfAttention):
@@ -162,34 +130,12 @@ class TreeAttention(MegatronModule):
         """Takes [P, 1, heads, head_dim] each, with fewer heads in `key` and `value`; returns
         [P, 1, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedRow)
-        calls = packed_seq_params.calls[self._window]
+        attention = packed_seq_params.attention[self._window]
         dtype = device.attention_dtype(query.dtype)
         key, value = gather_keys(key, value)
         # Views [1, heads, P, head_dim].
         queries = query.permute(1, 2, 0, 3).to(dtype)
         keys = key.permute(1, 2, 0, 3).to(dtype)
         values = value.permute(1, 2, 0, 3).to(dtype)
-        if calls.keys_K is not None:
-            keys = keys.index_select(2, calls.keys_K)
-            values = values.index_select(2, calls.keys_K)
-        blocks = zip(
-            queries.split(calls.num_queries, dim=2),
-            keys.split(calls.num_keys, dim=2),
-            values.split(calls.num_keys, dim=2),
-            calls.biases,
-            strict=True,
-        )
-        outputs: list[torch.Tensor] = []
-        for block_queries, block_keys, block_values, bias_QK in blocks:
-            output = scaled_dot_product_attention(
-                block_queries,
-                block_keys,
-                block_values,
-                attn_mask=bias_QK,
-                is_causal=bias_QK is None,
-                scale=self._scale,
-                enable_gqa=True,
-            )
-            outputs.append(output)
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        output = attention.attend(queries, keys, values, scale=self._scale)
         return output.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1).to(query.dtype)

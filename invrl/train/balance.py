@@ -1,9 +1,10 @@
 """The balance of a mini-batch over ranks: which rollouts each rank computes, by estimated work.
 
 Rows of a group share their prompt, and each part of a group computes the prompt again. So groups begin whole
-and are split while that makes the slowest rank faster: first the costliest part on the slowest rank into two,
-then by single rollouts that the slowest rank gives away or exchanges. The rows of one rollout stay together.
-Pure numpy.
+and are split while that makes the slowest rank faster: the costliest part on the slowest rank into two. From
+the best of these splits the slowest rank gives single rollouts away or exchanges them, and the split whose
+slowest rank is then fastest is taken: the best one before the exchanges is often not the best one after them.
+The rows of one rollout stay together. Pure numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,11 @@ from invrl.train.packing import common_prefix, token_order_key
 from invrl.types import TrainBatch
 
 _GOOD_BALANCE = 1.005
-"""Work of the slowest rank over the mean at which the search ends."""
+"""Work of the slowest rank over the least possible at which the search ends."""
 _VAIN_SPLITS = 32
 """Splitting ends after this many splits in a row without a better balance."""
+_STARTS = 16
+"""Splits that rollouts are exchanged from."""
 _MOST_EXCHANGES = 200
 
 Rollouts = tuple[tuple[int, ...], ...]
@@ -30,13 +33,26 @@ Rollouts = tuple[tuple[int, ...], ...]
 def balance(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[list[int]]:
     """The samples of each rank, ascending. `cost`: of the model's forward pass."""
     estimate = _WorkEstimate(batch, cost)
-    parts_by_rank = _split_groups(_groups(batch), ranks, estimate)
-    loads = [_Load(estimate) for _ in range(ranks)]
-    for load, parts in zip(loads, parts_by_rank, strict=True):
-        for part in parts:
-            load.add(part.group, part.rollouts)
-    _exchange_rollouts(loads)
-    return [load.samples() for load in loads]
+    groups = _groups(batch)
+    good_work = _GOOD_BALANCE * _least_work(groups, ranks, estimate)
+    best: list[_Load] = []
+    least = float("inf")
+    for parts_by_rank in _split_groups(groups, ranks, estimate, good_work)[:_STARTS]:
+        loads = _loads(parts_by_rank, estimate)
+        _exchange_rollouts(loads, good_work)
+        slowest = max(load.work for load in loads)
+        if slowest < least:
+            best = loads
+            least = slowest
+        if slowest <= good_work:
+            break
+    return [load.samples() for load in best]
+
+
+def _least_work(groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate") -> float:
+    """Of the slowest rank, whatever the balance: every prompt is computed once, every rollout by one rank."""
+    mean = sum(estimate.of(rollouts) for rollouts in groups) / ranks
+    return max(mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts))
 
 
 # ------------------------------------------------------------------ parts of groups
@@ -60,21 +76,24 @@ def _groups(batch: TrainBatch) -> list[Rollouts]:
     return [tuple(tuple(indices) for indices in rollouts.values()) for rollouts in groups.values()]
 
 
-def _split_groups(groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate") -> list[list[_Part]]:
-    """The parts of each rank."""
+def _split_groups(
+    groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate", good_work: float
+) -> list[list[list[_Part]]]:
+    """Splits of the groups, as the parts of each rank. The one with the fastest slowest rank comes first.
+    `good_work`: of a slowest rank that needs no more splits."""
     parts = [_Part(group, rollouts, estimate.of(rollouts)) for group, rollouts in enumerate(groups)]
-    best: list[list[_Part]] = []
+    splits: list[tuple[float, list[list[_Part]]]] = []
     least = float("inf")
     vain_splits = 0
     while vain_splits <= _VAIN_SPLITS:
         by_rank = _largest_first(parts, ranks)
         work_by_rank = [sum(part.work for part in rank_parts) for rank_parts in by_rank]
         slowest = max(work_by_rank)
+        splits.append((slowest, by_rank))
         if slowest < least:
-            best = by_rank
             least = slowest
             vain_splits = 0
-        if slowest <= _GOOD_BALANCE * sum(work_by_rank) / ranks:
+        if slowest <= good_work:
             break
         part = _costliest_divisible(by_rank[work_by_rank.index(slowest)]) or _costliest_divisible(parts)
         if part is None:
@@ -84,7 +103,8 @@ def _split_groups(groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstima
         for half in (part.rollouts[:middle], part.rollouts[middle:]):
             parts.append(_Part(part.group, half, estimate.of(half)))
         vain_splits += 1
-    return best
+    splits.sort(key=lambda split: split[0])
+    return [by_rank for _, by_rank in splits]
 
 
 def _costliest_divisible(parts: Sequence[_Part]) -> _Part | None:
@@ -157,14 +177,21 @@ class _Load:
             del self.work_by_group[group]
 
 
-def _exchange_rollouts(loads: list[_Load]) -> None:
+def _loads(parts_by_rank: Sequence[Sequence[_Part]], estimate: "_WorkEstimate") -> list[_Load]:
+    loads = [_Load(estimate) for _ in parts_by_rank]
+    for load, parts in zip(loads, parts_by_rank, strict=True):
+        for part in parts:
+            load.add(part.group, part.rollouts)
+    return loads
+
+
+def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
     """The slowest rank gives a rollout to another one, and may take one for it, while that makes it faster
-    and the other one not slower than it was."""
+    and the other one not slower than it was. Ends when the slowest rank has `good_work`."""
     for _ in range(_MOST_EXCHANGES):
         loads.sort(key=lambda load: load.work)
         slowest = loads[-1]
-        mean = sum(load.work for load in loads) / len(loads)
-        if slowest.work <= _GOOD_BALANCE * mean:
+        if slowest.work <= good_work:
             return
         if not any(_exchange(slowest, other) for other in loads[:-1]):
             return
@@ -219,6 +246,8 @@ class _WorkEstimate:
         computed.sort(key=keys.__getitem__)
         self._order = {index: place for place, index in enumerate(computed)}
         """Row -> its place among the rows that are computed, sorted by tokens."""
+        self._work: dict[tuple[int, ...], float] = {}
+        """By the computed rows in their order: the search asks for the same rows again and again."""
         self._num_common = 0
         if computed:
             self._num_common = common_prefix(self._tokens(computed[0]), self._tokens(computed[-1]))
@@ -226,9 +255,18 @@ class _WorkEstimate:
     def of(self, rollouts: Sequence[Sequence[int]]) -> float:
         indices = [index for rollout in rollouts for index in rollout if index in self._order]
         indices.sort(key=self._order.__getitem__)
+        rows = tuple(indices)
+        work = self._work.get(rows)
+        if work is None:
+            work = self._of_rows(rows)
+            self._work[rows] = work
+        return work
+
+    def _of_rows(self, rows: Sequence[int]) -> float:
+        """`rows`: sorted by tokens."""
         work = 0.0
         previous_T = np.empty(0, np.int32)
-        for index in indices:
+        for index in rows:
             tokens_T = self._tokens(index)
             start = max(self._num_common, common_prefix(previous_T, tokens_T))
             num_projected = int(np.count_nonzero(self._rows[index].wanted_N > start))

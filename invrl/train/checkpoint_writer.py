@@ -10,6 +10,7 @@ reads it, into the optimizer's own memory where one rank has all of the state.
 Invariant: all ranks gather the same tensors in the same order, also where one rank's disk has failed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,8 +36,8 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, Serializatio
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from invrl.file_entry import FileEntry
 from invrl.store.checksummed_file import ChecksummedFile
-from invrl.types import FileEntry
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 """The states of a parameter: its float32 master weight and Adam's moments."""
@@ -173,16 +174,19 @@ def _shares(buffer: Any, parameter: torch.nn.Parameter, num_ranks: int) -> list[
 
 
 class TensorByTensor(TorchDistSaveShardedStrategy):
-    """How `dist_checkpointing.save` writes tensors. `late`: the placeholders in the state dict."""
+    """How `dist_checkpointing.save` writes tensors. `late`: the placeholders in the state dict. `copies`: all
+    that this rank writes is copied when a request is made, so that its work may be done in another thread
+    while training changes the tensors."""
 
-    def __init__(self, late: LateTensors) -> None:
+    def __init__(self, late: LateTensors, *, copies: bool) -> None:
         super().__init__("torch_dist", 1)
         self._late = late
+        self._copies = copies
         self.written: dict[str, FileEntry] = {}
         """The file that this rank has written, by its name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """Returns a request whose work is done in this process and thread when it is executed."""
+        """Returns a request whose work is done in this process when it is executed."""
         state_by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -192,6 +196,8 @@ class TensorByTensor(TorchDistSaveShardedStrategy):
         )
         torch_state = mcore_to_pyt_state_dict(state_by_key, False)
         planned, *_ = save_state_dict_async_plan(torch_state, writer, None, 0, planner=planner)
+        if self._copies:
+            writer.copy()
         return self._get_save_and_finalize_callbacks(writer, planned)
 
 
@@ -204,6 +210,13 @@ class _Writer(FileSystemWriterAsync):
         self._written = written
         self._results: list[WriteResult] = []
         self._failure: Exception | None = None
+        self._copied: Iterator[tuple[WriteItem, Any]] | None = None
+
+    def copy(self) -> None:
+        """Copies what this rank writes, on all ranks together."""
+        copied = deque((item, _copy(data)) for item, data in self._items())
+        # Each copy is freed once it is written.
+        self._copied = (copied.popleft() for _ in range(len(copied)))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._plan = plan
@@ -217,34 +230,37 @@ class _Writer(FileSystemWriterAsync):
             return _wrap_exception(self._failure)
         return self._results
 
+    def _items(self) -> Iterator[tuple[WriteItem, Any]]:
+        """What this rank writes: the tensors that it holds, then those that are gathered."""
+        late_items: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
+        for item in self._plan.items:
+            data = self._planner.resolve_data(item)
+            if isinstance(data, torch.Tensor) and data.is_meta:
+                late_items.setdefault(_storage_of(data), []).append((item, data))
+            else:
+                yield item, data
+        for storage_key, gather in self._late.gathers():
+            whole = gather()
+            for item, placeholder in late_items.pop(storage_key, []):
+                assert whole is not None, f"{item.index.fqn} is another rank's"
+                offset = whole.storage_offset() + placeholder.storage_offset()
+                yield item, whole.as_strided(placeholder.size(), placeholder.stride(), offset)
+        assert not late_items, f"{len(late_items)} placeholders have no tensor"
+
     def _write_all(self) -> None:
-        """Writes the tensors that this rank holds, then those that are gathered."""
         storage: Any = self._plan.storage_data
         name = f"{storage.prefix}0{DEFAULT_SUFFIX}"
-        late_items: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
         stream: Any = None
         with self._failure_recorded():
             stream = ChecksummedFile(Path(self.checkpoint_dir) / name)
         try:
-            for item in self._plan.items:
-                data = self._planner.resolve_data(item)
-                if isinstance(data, torch.Tensor) and data.is_meta:
-                    late_items.setdefault(_storage_of(data), []).append((item, data))
-                else:
-                    self._write(stream, name, item, data)
-            for storage_key, gather in self._late.gathers():
-                whole = gather()
-                for item, placeholder in late_items.pop(storage_key, []):
-                    assert whole is not None, f"{item.index.fqn} is another rank's"
-                    offset = whole.storage_offset() + placeholder.storage_offset()
-                    part = whole.as_strided(placeholder.size(), placeholder.stride(), offset)
-                    self._write(stream, name, item, part)
+            for item, data in self._copied or self._items():
+                self._write(stream, name, item, data)
         finally:
             if stream is not None:
                 with self._failure_recorded():
                     stream.close()  # a full disk may be noticed only here, when the buffer is flushed
                     self._written[name] = stream.entry()
-        assert not late_items, f"{len(late_items)} placeholders have no tensor"
 
     @contextmanager
     def _failure_recorded(self) -> Iterator[None]:
@@ -268,6 +284,13 @@ class _Writer(FileSystemWriterAsync):
             transforms: Any = self.transforms
             result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
             self._results.append(result)
+
+
+def _copy(data: Any) -> Any:
+    """A tensor's copy in the CPU's memory. Other data was serialised for this checkpoint alone."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _disk_error(error: BaseException) -> OSError | None:

@@ -40,6 +40,14 @@ class TrainConfig(Section):
         description="chunks of layers that each stage has, so that stages wait less for each other "
         "(Megatron's interleaved schedule)",
     )
+    num_layers_in_first_pipeline_stage: NonNegativeInt = Field(
+        0, description="layers of the first pipeline stage; 0: as many as each of the others"
+    )
+    num_layers_in_last_pipeline_stage: NonNegativeInt = Field(
+        0,
+        description="layers of the last pipeline stage, which computes the loss too; 0: as many as each of "
+        "the others",
+    )
     expert_model_parallel_size: PositiveInt = Field(
         1,
         description="ranks, among the tensor-, context- and data-parallel ones of a pipeline stage, that "
@@ -153,6 +161,8 @@ class TrainConfig(Section):
             context=self.context_parallel_size,
             data=self.data_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,
             expert=self.expert_model_parallel_size,
         )

@@ -96,11 +96,8 @@ def _owners(blocks: Sequence[AttentionBlock], ranks: int) -> NDArray[np.int64]:
 def _queries(block: AttentionBlock, start: int, end: int) -> AttentionBlock:
     """The queries [start, end) of a block alone."""
     prefix_K = np.concatenate([block.prefix_K, np.arange(block.start, start)])
-    num_queries = end - start
-    num_keys = len(prefix_K) + num_queries
     mask_QK = None
     if block.mask_QK is not None:
+        num_keys = len(prefix_K) + end - start
         mask_QK = block.mask_QK[start - block.start : end - block.start, :num_keys]
-    elif len(prefix_K):
-        mask_QK = np.tri(num_queries, num_keys, len(prefix_K), dtype=np.bool_)
     return AttentionBlock(start=start, end=end, prefix_K=prefix_K, mask_QK=mask_QK)

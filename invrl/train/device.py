@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from invrl.train.adamw_steps import repair_distributed_optimizer
+from invrl.train.kernels import SMALLEST_FLEX_HEAD
+from invrl.train.logit_blocks import BLOCK_BYTES
 from invrl.train.megatron_on_cpu import replace_cuda
-from invrl.train.megatron_repairs import repair_megatron
+from invrl.train.megatron_repairs import ignore_known_warnings, repair_megatron
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -50,15 +52,22 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if on_cuda() else torch.float32
 
 
+def attends_in_one_kernel(head_dim: int) -> bool:
+    """Whether a layer's attention over a packed row is FlexAttention's kernel (`tree_mask.py`), not one SDPA
+    call per block. torch has the kernel's backward pass on a GPU only, for heads of 16 dimensions and more.
+    `head_dim`: of queries or values, whichever is smaller."""
+    return on_cuda() and head_dim >= SMALLEST_FLEX_HEAD
+
+
 def logit_block_bytes() -> int:
-    """Float32 logits that are computed at once (`logprobs.py`): on CPU about what stays in a core's cache, on
-    a GPU enough to make the cost of its kernel launches negligible."""
-    return 256 << 20 if on_cuda() else 8 << 20
+    """Float32 logits that are computed at once (`logprobs.py`)."""
+    return BLOCK_BYTES["cuda" if on_cuda() else "cpu"]
 
 
 @functools.cache
 def prepare() -> None:
     """Idempotent. Call it before Megatron is imported."""
+    ignore_known_warnings()
     if not on_cuda():
         replace_cuda()
     repair_distributed_optimizer()

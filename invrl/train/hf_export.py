@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from invrl.file_entry import FileEntries
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import WeightLayout
 from invrl.store.manifest import MANIFEST_NAME
 from invrl.store.run_folder import KEEP_NAME
 from invrl.train.safetensors_file import INDEX_NAME, write_weights
-from invrl.types import FileEntries
 
 _NOT_COPIED = (
     ".safetensors",

@@ -2,7 +2,7 @@
 
 The logits of a micro-batch never exist as a whole, neither forward nor backward. The vocabulary is worked on
 in blocks: a block of logits is projected, added to each row's running softmax, and thrown away. The backward
-pass projects the block again. Some blocks are kept for it, at most half of them and `_KEPT_BYTES`, because
+pass projects the block again. Some blocks are kept for it, at most half of them and `KEPT_BYTES`, because
 projecting again is a third more work. So memory does not grow with the vocabulary, apart from the weight
 and its gradient.
 
@@ -22,13 +22,12 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from invrl.train import device
+from invrl.train.logit_blocks import KEPT_BYTES
 from invrl.train.micro_batch import MicroBatch
 
 _FLOOR = -1e30
 """The logit of a token that cannot be sampled, and the maximum of no logits. Its exp is 0, and 0 times it is
 0, unlike with infinity."""
-_KEPT_BYTES = 128 << 20
-"""Most logits that a forward pass keeps for its backward pass."""
 _MIN_BLOCK_TOKENS = 512
 """A block of fewer tokens would multiply matrices too narrow to be fast."""
 
@@ -114,7 +113,7 @@ class _Wanted:
             start=start,
             softcap=softcap,
             blocks=tuple(blocks),
-            num_kept=min(len(blocks) // 2, _KEPT_BYTES // (hidden_UH.itemsize * num_rows * width)),
+            num_kept=min(len(blocks) // 2, KEPT_BYTES // (hidden_UH.itemsize * num_rows * width)),
         )
 
     def places(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,21 +39,37 @@ _BY_FLAG = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "sequence_parallel": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "num_layers_in_first_pipeline_stage": "--num-layers-in-first-pipeline-stage",
+    "num_layers_in_last_pipeline_stage": "--num-layers-in-last-pipeline-stage",
     "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
     "context_parallel_size": "--context-parallel-size",
     "moe_enable_routing_replay": "--routing-replay",
     "expert_model_parallel_size": "--expert-model-parallel-size",
     "moe_router_bias_update_rate": "--moe-router-bias-update-rate",
-    # The sizes of layouts that the trainer does not have yet.
-    "expert_tensor_parallel_size": "--expert-model-parallel-size",
     "num_distributed_optimizer_instances": "--data-parallel-size",
 }
 """Fields that invrl sets itself -> the flag to use instead."""
+_HYBRID_OPTIMIZER = (
+    "no run could resume: Megatron 0.16.1's hybrid optimizer cannot load float32 master weights. Its "
+    "precision-aware form could, but needs TransformerEngine, without which this trainer runs",
+    "leave it out. With more ranks (--data-parallel-size) each holds a smaller part of the optimizer's state",
+)
 _REFUSED = {
-    "overlap_param_gather": "the weights go to the engines when a step ends, so there is no forward pass "
-    "beside which they could be gathered",
+    "overlap_param_gather": (
+        "the weights go to the engines when a step ends, so there is no forward pass beside which they could "
+        "be gathered",
+        "leave it out",
+    ),
+    "expert_tensor_parallel_size": (
+        "ranks load, send and save every expert whole; ranks that each have other experts need as little "
+        "memory, and send each token once where ranks with parts of an expert would each need it",
+        "use --expert-model-parallel-size, which also divides the experts over tensor-parallel ranks",
+    ),
+    "optimizer_cpu_offload": _HYBRID_OPTIMIZER,
+    "optimizer_offload_fraction": _HYBRID_OPTIMIZER,
+    "use_precision_aware_optimizer": _HYBRID_OPTIMIZER,
 }
-"""Fields that are refused -> the reason."""
+"""Fields that are refused -> the reason, and what to do instead."""
 _ACCEPTED = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules fp32_residual_connection
     deterministic_mode disable_bf16_reduced_precision_matmul bias_dropout_fusion barrier_with_L1_time
@@ -77,12 +93,12 @@ class MegatronOptions:
 
 
 def check_megatron_options(
-    options: Mapping[str, Scalar], *, num_layers: int = 1024, layers_of_chunk: int | None = None
+    options: Mapping[str, Scalar], *, num_layers: int = 1024, chunk_sizes: Collection[int] = ()
 ) -> None:
     """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
     where Megatron's classes refuse the combination of options for a model with that many layers.
 
-    `layers_of_chunk`: those that one chunk of a pipeline stage has; None: not known yet."""
+    `chunk_sizes`: the numbers of layers that chunks of pipeline stages have; empty: not known yet."""
     if not options:
         return
     with warnings.catch_warnings():
@@ -96,24 +112,25 @@ def check_megatron_options(
                 fix = "change or add the options that it names, or leave these out"
                 reason = f"Megatron refuses this: {error}"
                 raise ConfigError("--megatron-*", dict(options), reason, fix) from error
-    _check_recomputation(parsed.transformer, layers_of_chunk)
+    _check_recomputation(parsed.transformer, chunk_sizes)
 
 
-def _check_recomputation(options: Mapping[str, Any], layers_of_chunk: int | None) -> None:
+def _check_recomputation(options: Mapping[str, Any], chunk_sizes: Collection[int]) -> None:
     """Raises ConfigError for what Megatron finds out in the first step only."""
     granularity = options.get("recompute_granularity")
     if granularity == "full":
         num_layers = options["recompute_num_layers"]
         if num_layers < 1:
             raise _error("recompute_num_layers", num_layers, "no layer would be recomputed", "set 1 or more")
-        is_uniform = options["recompute_method"] == "uniform"
-        if is_uniform and layers_of_chunk is not None and layers_of_chunk % num_layers:
-            raise _error(
-                "recompute_num_layers",
-                num_layers,
-                f"units of so many layers do not divide the {layers_of_chunk} layers of a rank's chunk",
-                f"use a number that divides {layers_of_chunk}, or --megatron-recompute-method block",
-            )
+        if options["recompute_method"] == "uniform":
+            for size in chunk_sizes:
+                if size % num_layers:
+                    raise _error(
+                        "recompute_num_layers",
+                        num_layers,
+                        f"units of so many layers do not divide the {size} layers of a rank's chunk",
+                        f"use a number that divides {size}, or --megatron-recompute-method block",
+                    )
     elif granularity == "selective":
         modules: list[str] = options.get("recompute_modules") or []
         if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
@@ -177,7 +194,8 @@ def _check_may_be_set(name: str, value: Scalar, known_names: set[str]) -> None:
     if name in _BY_FLAG:
         raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
     if name in _REFUSED:
-        raise _error(name, value, _REFUSED[name], "leave it out")
+        reason, fix = _REFUSED[name]
+        raise _error(name, value, reason, fix)
     if name not in known_names:
         settable = sorted(known_names.intersection(_ACCEPTED))
         nearest = difflib.get_close_matches(name, settable, n=1)

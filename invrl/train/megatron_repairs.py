@@ -1,11 +1,35 @@
-"""Repairs of megatron-core 0.16.1: modules that break without TransformerEngine, and experts in groups.
+"""Repairs of megatron-core 0.16.1: modules that break without TransformerEngine, experts in groups, and
+warnings that say nothing.
 
 They act on the whole process. `repair_megatron` imports Megatron.
 """
 
+import re
+import warnings
 from typing import Any
 
 import torch
+
+_KNOWN_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+)
+"""Beginnings of warnings that every rank without these packages gives. `invrl doctor` says which packages the
+trainer uses; the others are about lines of Megatron itself."""
+_GPU_ADVICE = "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE"
+"""Beginning of a warning that a rank without a GPU gives too."""
+
+
+def ignore_known_warnings() -> None:
+    """Keeps them out of a rank's log, whose last lines are shown when the rank has died. Call it before
+    Megatron is imported."""
+    on_this_device = () if torch.cuda.is_available() else (_GPU_ADVICE,)
+    for beginning in _KNOWN_WARNINGS + on_this_device:
+        warnings.filterwarnings("ignore", message=re.escape(beginning))
 
 
 def repair_megatron() -> None:

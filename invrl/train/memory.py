@@ -1,17 +1,20 @@
 """What a trainer rank needs of memory, estimated before anything is loaded.
 
 Weights, gradients and optimizer follow from the number of parameters, activations from what the layers save
-for the backward pass (`tests/integration/test_memory.py` compares that with real forward passes). On a GPU
-the estimate is of its memory, on a CPU of the process. Imports neither torch nor Megatron.
+for the backward pass (`activations.py`). On a GPU the estimate is of its memory, on a CPU of the process.
+Imports neither torch nor Megatron.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from invrl.model_folder import largest_item
+from invrl.train.activations import LayerActivations, Recomputation
 from invrl.train.config import TrainConfig
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.hf_config import read_hf_config
+from invrl.train.logit_blocks import BLOCK_BYTES, KEPT_BYTES
 from invrl.train.model_size import ModelSize
 from invrl.train.parallel.layout import ParallelLayout
 
@@ -22,10 +25,6 @@ _HEAP_SHARE = 0.55
 """Of the memory of a step. Tensors of many sizes come and go, and malloc fills the gaps only in part."""
 _CUDA_CONTEXT_BYTES = 0.6e9
 """The CUDA context and the workspaces of its libraries, which are not in torch's own count."""
-_KEPT_LOGITS_BYTES = 128 << 20
-"""As `_KEPT_BYTES` in `logprobs.py`, which imports torch."""
-_BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""As `device.logit_block_bytes`."""
 _BLOCK_COPIES = 3
 """A block's logits, their softmax, and their gradient in the dtype of the model."""
 
@@ -35,17 +34,21 @@ class MemoryEstimate:
     """Bytes of one rank at its peak."""
 
     weights: float
-    """Those of the frozen reference too, if there is one."""
+    """Those of the frozen reference too, if they stay where the model's are."""
     gradients: float
     """Float32 sums, and the gradient of the vocabulary's weight before it is added."""
     optimizer: float
     """Float32 master weights and two moments. Ranks with equal weights may hold a part each."""
     step: float
-    """What a step adds: activations and logits; or, if that is more, what loading a checkpoint adds."""
+    """What a step adds: activations and logits; or, if that is more, what the frozen reference's pass or
+    loading a checkpoint adds."""
     heap: float
     """On a CPU: free memory between the tensors of a step, which malloc has and cannot use."""
     staging: float
     """Weights that are staged for engines on the same machine: both slots, on the rank that sends."""
+    copy: float
+    """On a CPU: of a checkpoint that is written beside training, on the first of the ranks with equal
+    weights. The rank that collects the model has it for Hugging Face too."""
     process: float
 
     @property
@@ -66,8 +69,11 @@ class MemoryBudget:
     size: ModelSize
     has_reference: bool
     served_dtype: str
-    recomputes: bool
-    """Whether whole layers are computed again in the backward pass instead of being kept."""
+    file_item: int
+    """Bytes of a number in the folder's files."""
+    recomputation: Recomputation
+    copies_checkpoints: bool
+    """Whether checkpoints are written beside training, from a copy."""
     on_cuda: bool
 
     @staticmethod
@@ -78,6 +84,7 @@ class MemoryBudget:
         has_reference: bool,
         served_dtype: str,
         megatron: Mapping[str, object],
+        copies_checkpoints: bool,
         on_cuda: bool,
     ) -> "MemoryBudget":
         """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*` options."""
@@ -88,7 +95,9 @@ class MemoryBudget:
             size=ModelSize.of(folder, config),
             has_reference=has_reference,
             served_dtype=served_dtype,
-            recomputes=_recomputes(megatron),
+            file_item=largest_item(folder),
+            recomputation=Recomputation.of(megatron),
+            copies_checkpoints=copies_checkpoints,
             on_cuda=on_cuda,
         )
 
@@ -106,11 +115,7 @@ class MemoryBudget:
         layout = self.train.layout
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
-        # A tensor-parallel rank has its part of everything but the experts, which it has whole; so are the
-        # norms, which are negligible.
-        of_experts = sum(self.size.experts_by_layer[layer] for layer in self._layers(stage))
-        dense = (self._parameters(stage) - of_experts) / layout.tensor
-        experts = of_experts / layout.expert
+        dense, experts = self._divided(self._parameters(stage), self._layers(stage))
         parameters = dense + experts
         # In float32 the weights are their own master weights.
         state_bytes = 12 if self._item == 2 else 8
@@ -121,24 +126,48 @@ class MemoryBudget:
         if self.train.use_distributed_optimizer and max(copies, copies_of_experts) > 1:
             loading = optimizer  # held whole once while a checkpoint is loaded
             optimizer = state_bytes * (dense / copies + experts / copies_of_experts)
-        step = self._activations(stage, num_tokens)
+        logits = self._logits(num_tokens) if is_last else 0.0
+        step = self._activations(stage, num_tokens) + logits
+        reference = self._reference(stage)
+        reference_pass = 0.0
+        if reference.in_pass:
+            reference_pass = reference.in_pass + self._forward_only(stage, num_tokens) + logits
         gradients = parameters * 4
-        if is_last:
-            step += self._logits(num_tokens)
         if is_first or is_last:
             gradients += (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
         staging = 0.0
         if is_first and not self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
+        copy = 0.0
+        if self.copies_checkpoints and not self.on_cuda:
+            copy = parameters * self._saved_bytes
+            if is_first:
+                copy += self.size.total * self._item
         return MemoryEstimate(
-            weights=parameters * self._item * (2 if self.has_reference else 1),
+            weights=parameters * self._item + reference.kept,
             gradients=gradients,
             optimizer=optimizer,
-            step=max(step, loading),
+            # Nothing is written while a checkpoint is loaded.
+            step=max(step, reference_pass, loading - copy),
             heap=0.0 if self.on_cuda else _HEAP_SHARE * step,
             staging=staging,
+            copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
         )
+
+    @property
+    def copy_bytes(self) -> float:
+        """Of the copies that all ranks hold together while a checkpoint is written beside training. They are
+        in the memory of the CPU, also where the trainer is on a GPU."""
+        if not self.copies_checkpoints:
+            return 0.0
+        return self.size.total * float(self._saved_bytes + self._item)
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Of a parameter in the trainer's state on disk: its weight, and in float32 its master weight and two
+        moments."""
+        return self._item + 12
 
     @property
     def _item(self) -> int:
@@ -164,24 +193,70 @@ class MemoryBudget:
         chunks = self.train.layout.layers_of(stage, self.config.num_hidden_layers)
         return [layer for chunk in chunks for layer in chunk]
 
+    def _divided(self, parameters: float, layers: Sequence[int]) -> tuple[float, float]:
+        """The parameters that a rank has of those of its stage: others than experts', and experts'. A
+        tensor-parallel rank has its part of everything but the experts, which it has whole; so are the
+        norms, which are negligible."""
+        layout = self.train.layout
+        of_experts = sum(self.size.experts_by_layer[layer] for layer in layers)
+        return (parameters - of_experts) / layout.tensor, of_experts / layout.expert
+
+    def _reference(self, stage: int) -> "_Reference":
+        """The frozen reference's weights, as `FrozenReference` keeps them."""
+        if not self.has_reference:
+            return _Reference(kept=0.0, in_pass=0.0)
+        layers = self._layers(stage)
+        whole = sum(self._divided(self._parameters(stage), layers))
+        by_layer = [sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers]
+        # By layer: what is in no layer is brought in whole, and one layer beside it.
+        largest_pass = whole - sum(by_layer) + max(by_layer)
+        placement = self.train.reference_placement
+        if self.on_cuda:
+            in_pass = {"device": 0.0, "cpu": whole, "cpu_by_layer": largest_pass}[placement]
+            return _Reference(
+                kept=whole * self._item if placement == "device" else 0.0, in_pass=in_pass * self._item
+            )
+        if placement == "cpu_by_layer" and self.file_item < self._item:
+            return _Reference(kept=whole * self.file_item, in_pass=largest_pass * self._item)
+        return _Reference(kept=whole * self._item, in_pass=0.0)
+
+    def _saved(self, stage: int) -> list[list[LayerActivations]]:
+        """Of the layers of each chunk of a stage."""
+        layout = self.train.layout
+        return [
+            [
+                LayerActivations.of(
+                    self.config, layer, self._item, on_cuda=self.on_cuda, context_ranks=layout.context
+                )
+                for layer in chunk
+            ]
+            for chunk in layout.layers_of(stage, self.config.num_hidden_layers)
+        ]
+
     def _activations(self, stage: int, num_tokens: int) -> float:
         """Bytes. The backward pass of a layer needs about as much again as the layer saved."""
         layout = self.train.layout
-        hidden = self.config.hidden_size
-        by_layer = [
-            saved_bytes(self.config, layer, self._item, on_cuda=self.on_cuda, context_ranks=layout.context)
-            for layer in self._layers(stage)
-        ]
-        if self.recomputes:
-            kept = len(by_layer) * hidden * self._item
-            backward = 2 * max(by_layer)
-        else:
-            kept = sum(by_layer)
-            backward = max(by_layer)
+        chunks = self._saved(stage)
+        kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(stage)
+        backward = max(self.recomputation.backward(chunk) for chunk in chunks)
         a_token = kept * _in_flight(layout, stage) + backward
         if stage == layout.pipeline - 1:
-            a_token += (8 + self._item) * hidden  # the final norm
+            a_token += (8 + self._item) * self.config.hidden_size  # the final norm
         return a_token * num_tokens / (layout.tensor * layout.context)
+
+    def _forward_only(self, stage: int, num_tokens: int) -> float:
+        """Bytes of a pass without gradient: one layer's."""
+        largest = max(layer.total for chunk in self._saved(stage) for layer in chunk)
+        return largest * num_tokens / (self.train.layout.tensor * self.train.layout.context)
+
+    def _routes(self, stage: int) -> float:
+        """Bytes of a token's replayed experts: int16 for all layers, and int64 for each layer with experts
+        once what is replayed and once what the router chose."""
+        experts = self.config.experts
+        if experts is None or self.train.routing_replay == "none":
+            return 0.0
+        with_experts = sum(self.config.has_experts(layer) for layer in self._layers(stage))
+        return experts.chosen * (2.0 * self.config.num_hidden_layers + 16.0 * with_experts)
 
     def _logits(self, num_tokens: float) -> float:
         """Of a micro-batch whose tokens are all projected: the logits that are kept, the block of the moment,
@@ -189,10 +264,19 @@ class MemoryBudget:
         size = self.size
         num_tokens /= self.train.layout.context
         vocabulary = size.vocabulary_size / self.train.layout.tensor
-        kept = min(_KEPT_LOGITS_BYTES, num_tokens * vocabulary * self._item / 2)
-        block = min(_BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4)
+        kept = min(KEPT_BYTES, num_tokens * vocabulary * self._item / 2)
+        block = min(BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4)
         hidden = num_tokens * size.vocabulary / size.vocabulary_size * (self._item + 4)
         return kept + _BLOCK_COPIES * block + hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """Bytes of the frozen reference's weights in the memory that the estimate is of."""
+
+    kept: float
+    in_pass: float
+    """What its pass brings there; 0: nothing that is not there already."""
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> float:
@@ -203,32 +287,3 @@ def _in_flight(layout: ParallelLayout, stage: int) -> float:
         return stages_after + 1
     chunks = 2 * stages_after + (layout.virtual_pipeline - 1) * layout.pipeline + 1
     return chunks / layout.virtual_pipeline
-
-
-def _recomputes(megatron: Mapping[str, object]) -> bool:
-    options = {name.replace("-", "_"): value for name, value in megatron.items()}
-    return options.get("recompute_granularity") == "full"
-
-
-def saved_bytes(
-    config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bool, context_ranks: int = 1
-) -> float:
-    """Bytes that a layer saves of each token for its backward pass. `item`: bytes of a number in the dtype of
-    the model. `context_ranks`: each has the keys and values of all of them."""
-    hidden = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    num_norms = 4 if config.post_norms else 2
-    saved = num_norms * (8 * hidden + item * hidden + 4)  # float32 input and result, result in the dtype
-    saved += item * hidden  # input of the output projection's residual
-    saved += item * (queries + 2 * keys) + 4 * item * config.head_dim  # q, k, v and rotary factors
-    attention_item = item if on_cuda else 4  # `device.attention_dtype`
-    saved += attention_item * (2 * queries + 2 * keys * context_ranks) + 4 * config.num_attention_heads
-    if config.qk_norm:
-        saved += 8 * (queries + keys)
-    experts = config.experts
-    if experts is not None and config.has_experts(layer):
-        an_expert = item * (4 * experts.intermediate_size + 2 * hidden)
-        saved += experts.chosen * an_expert + 8 * experts.count
-        return saved + 4 * item * (experts.shared_size or 0)
-    return saved + 4 * item * config.intermediate_size

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainSample, unknown_expert
+from invrl.routed_experts import unknown_expert
+from invrl.types import TrainSample
 
 UNKNOWN_EXPERT = -1
 """In the place of recorded experts: there is no record, and the router chooses."""
@@ -66,8 +67,8 @@ class AttentionBlock:
     prefix_K: NDArray[np.int64]
     """Places of the ancestors among the packed tokens, root first."""
     mask_QK: NDArray[np.bool_] | None
-    """[end - start, len(prefix_K) + end - start], True where a query sees a key. None: there is no prefix,
-    and attention is causal."""
+    """[end - start, len(prefix_K) + end - start], True where a query sees a key. None: a query sees the whole
+    prefix, and of [start, end) itself and those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +79,9 @@ class MicroBatch:
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
     blocks: tuple[AttentionBlock, ...]
+    ends_P: NDArray[np.int64]
+    """The tokens that see a packed token are those from its own place to this one, which is not of them: the
+    token and what descends from it."""
     rows_P: NDArray[np.int64]
     """How many rows have the packed token: more than one in a shared prefix, none in what only fills up."""
     project_U: NDArray[np.int64]
@@ -121,6 +125,7 @@ class MicroBatch:
             self,
             tokens_P=np.concatenate([self.tokens_P, np.zeros(num_more, np.int64)]),
             positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
+            ends_P=np.concatenate([self.ends_P, np.full(num_more, num_tokens)]),
             rows_P=np.concatenate([self.rows_P, np.zeros(num_more, np.int64)]),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
@@ -168,6 +173,7 @@ _NO_PLACES = np.empty(0, np.int64)
 EMPTY_MICRO_BATCH = MicroBatch(
     tokens_P=np.zeros(1, np.int64),
     positions_P=np.zeros(1, np.int64),
+    ends_P=np.ones(1, np.int64),
     rows_P=np.zeros(1, np.int64),
     blocks=(AttentionBlock(start=0, end=1, prefix_K=_NO_PLACES, mask_QK=None),),
     project_U=_NO_PLACES,

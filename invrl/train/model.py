@@ -35,6 +35,7 @@ from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
 from invrl.train.norm import RmsNorm
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.parallel.partitions import note_partitions, parameters_of
 from invrl.train.rotary import frequencies
 from invrl.train.routing_replay import RoutingRecorder
@@ -59,6 +60,7 @@ class PolicyModel(GPTModel):
         self._routers = routers_of(self)
         attentions = [shape.attention(layer) for layer in range(shape.num_hidden_layers)]
         self._windows = {attention.window for attention in attentions}
+        self._in_one_kernel = device.attends_in_one_kernel(shape.smallest_head_dim)
         ropes = {attention.rope for attention in attentions}
         self._frequencies = {rope: frequencies(rope, shape.rotary_dim) for rope in ropes}
 
@@ -81,6 +83,7 @@ class PolicyModel(GPTModel):
             target,
             attention_dtype,
             windows=self._windows,
+            in_one_kernel=self._in_one_kernel,
             frequencies=self._frequencies,
             routing=routing,
         )
@@ -142,6 +145,7 @@ def build_model(
     config: HuggingFaceConfig,
     folder: str | Path,
     dtype: torch.dtype,
+    layout: ParallelLayout,
     options: Mapping[str, Any],
 ) -> list[PolicyModel]:
     """This rank's chunks of the model with the folder's weights, on its device: one, or with virtual stages
@@ -149,7 +153,7 @@ def build_model(
 
     `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
     """
-    transformer = transformer_config(config, dtype, options)
+    transformer = transformer_config(config, dtype, layout, options)
     num_chunks = transformer.virtual_pipeline_model_parallel_size
     if num_chunks is None:
         chunks = [_build_chunk(config, transformer, None)]
@@ -191,28 +195,28 @@ def _build_chunk(
 
 
 def transformer_config(
-    config: HuggingFaceConfig, dtype: torch.dtype, options: Mapping[str, Any]
+    config: HuggingFaceConfig, dtype: torch.dtype, layout: ParallelLayout, options: Mapping[str, Any]
 ) -> TransformerConfig:
     """Megatron's description of the model.
 
     It computes the same function as Hugging Face's model, without fused kernels that need
     TransformerEngine or Apex. The user's `--megatron-*` options come last.
     """
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    pipeline_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    is_interleaved = layout.virtual_pipeline > 1
     fields: dict[str, Any] = {
-        "tensor_model_parallel_size": tensor_parallel,
-        "sequence_parallel": tensor_parallel > 1,
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "pipeline_model_parallel_size": pipeline_stages,
-        "virtual_pipeline_model_parallel_size": num_chunks,
-        "variable_seq_lengths": pipeline_stages > 1,  # micro-batches have different lengths
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.tensor > 1,
+        "context_parallel_size": layout.context,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if is_interleaved else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers or None,
+        "variable_seq_lengths": layout.pipeline > 1,  # micro-batches have different lengths
         "moe_token_dispatcher_type": "alltoall",  # Megatron's default refuses them, for dense models too
         # Two stages are each other's previous and next one. In the interleaved schedule Megatron's batched
         # messages between them are then confused.
-        "batch_p2p_comm": num_chunks is None,
-        "overlap_p2p_comm": num_chunks is not None,
+        "batch_p2p_comm": not is_interleaved,
+        "overlap_p2p_comm": is_interleaved,
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
@@ -243,7 +247,7 @@ def transformer_config(
         # Losses are sums over global denominators and gradients are summed. Must be set before DDP is built.
         "calculate_per_token_loss": True,
     }
-    fields |= _expert_fields(config)
+    fields |= _expert_fields(config, layout)
     if config.latent_attention is not None:
         latent_fields = _latent_fields(config.latent_attention)
         return MLATransformerConfig(**fields | latent_fields | dict(options))
@@ -263,14 +267,14 @@ def _latent_fields(shape: LatentAttention) -> dict[str, Any]:
     }
 
 
-def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:
+def _expert_fields(config: HuggingFaceConfig, layout: ParallelLayout) -> dict[str, Any]:
     """What Megatron's description says of experts; empty for a model without."""
     experts = config.experts
     if experts is None:
         return {}
     return {
         "num_moe_experts": experts.count,
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": 1,
         "moe_router_topk": experts.chosen,
         "moe_ffn_hidden_size": experts.intermediate_size,

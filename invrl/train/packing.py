@@ -11,7 +11,7 @@ bounded. One row of logits serves every trained token that comes after the same 
 temperature. Pure numpy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,7 @@ from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 
 DENSE_TREE_TOKENS = 256
 """A branching tree of at most this many tokens is one attention call under a mask of tokens^2. A larger
-tree is one call per branch, over the branch's ancestors and the branch itself."""
-QUERY_CHUNK = 1024
-"""Queries of one masked call: bounds the mask of a long branch."""
+tree is one block per branch, over the branch's ancestors and the branch itself."""
 
 
 def pack(
@@ -111,6 +109,8 @@ class _Layout:
         self._last_tokens_T = np.empty(0, np.int32)
         self._last_places_T = np.empty(0, np.int64)
         self._rows: list[_PlacedRow] = []
+        self._ended: list[tuple[NDArray[np.int64], int]] = []
+        """(places of tokens that get no more descendants, the place after the last one)."""
 
     def add(self, index: int, row: Row) -> None:
         """Lays out the next row."""
@@ -125,6 +125,7 @@ class _Layout:
         if end > start:
             if num_shared == 0:
                 self._trees.append([])
+            self._ended.append((self._last_places_T[num_shared:], start))
             self._trees[-1].append(_Branch(start, end, places_T[:num_shared]))
             self._last_tokens_T = tokens_T
             self._last_places_T = places_T
@@ -162,6 +163,7 @@ class _Layout:
         return MicroBatch(
             tokens_P=np.concatenate(tokens, dtype=np.int64),
             positions_P=np.concatenate(positions),
+            ends_P=self._ends(),
             rows_P=np.bincount(np.concatenate([placed.places_T for placed in self._rows])),
             blocks=tuple(block for tree in self._trees for block in _attention_blocks(tree)),
             project_U=predict_from_N[first_U],
@@ -173,6 +175,14 @@ class _Layout:
             rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
             experts_PLK=self._experts(),
         )
+
+    def _ends(self) -> NDArray[np.int64]:
+        """Rows are laid out depth first, so the descendants of a token are the tokens after it until a row
+        leaves its path."""
+        ends_P = np.full(self._num_tokens, self._num_tokens)
+        for places, end in self._ended:
+            ends_P[places] = end
+        return ends_P
 
     def _experts(self) -> NDArray[np.int16] | None:
         """The experts of the packed tokens. Rows that share a prefix were computed apart in the engine, and
@@ -204,23 +214,16 @@ def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np
     return list(numbers), np.concatenate(numbers_by_row)
 
 
-_NO_PREFIX = np.empty(0, np.int64)
-
-
 def _attention_blocks(tree: list[_Branch]) -> list[AttentionBlock]:
-    """The attention calls of one tree."""
+    """The attention of one tree."""
     start = tree[0].start
     end = tree[-1].end
     if len(tree) > 1 and end - start <= DENSE_TREE_TOKENS:
         return [_dense_block(tree, start, end)]
-    blocks: list[AttentionBlock] = []
-    for branch in tree:
-        if len(branch.ancestors_K) == 0:
-            block = AttentionBlock(start=branch.start, end=branch.end, prefix_K=_NO_PREFIX, mask_QK=None)
-            blocks.append(block)
-        else:
-            blocks += _blocks_of_branch(branch)
-    return blocks
+    return [
+        AttentionBlock(start=branch.start, end=branch.end, prefix_K=branch.ancestors_K, mask_QK=None)
+        for branch in tree
+    ]
 
 
 def _dense_block(tree: list[_Branch], start: int, end: int) -> AttentionBlock:
@@ -230,14 +233,4 @@ def _dense_block(tree: list[_Branch], start: int, end: int) -> AttentionBlock:
         queries = slice(branch.start - start, branch.end - start)
         mask_QK[queries, branch.ancestors_K - start] = True
         mask_QK[queries, queries] = np.tri(branch.end - branch.start, dtype=np.bool_)
-    return AttentionBlock(start=start, end=end, prefix_K=_NO_PREFIX, mask_QK=mask_QK)
-
-
-def _blocks_of_branch(branch: _Branch) -> Iterator[AttentionBlock]:
-    """A branch with ancestors, in chunks of queries."""
-    for start in range(branch.start, branch.end, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, branch.end)
-        num_queries = end - start
-        prefix_K = np.concatenate([branch.ancestors_K, np.arange(branch.start, start)])
-        mask_QK = np.tri(num_queries, len(prefix_K) + num_queries, len(prefix_K), dtype=np.bool_)
-        yield AttentionBlock(start=start, end=end, prefix_K=prefix_K, mask_QK=mask_QK)
+    return AttentionBlock(start=start, end=end, prefix_K=np.empty(0, np.int64), mask_QK=mask_QK)

@@ -10,29 +10,38 @@ functions.
 """
 
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from invrl.file_entry import FileEntries
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Max, Metric
 from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
-from invrl.train.megatron_args import parse_megatron_options
+from invrl.train.megatron_args import MegatronOptions, parse_megatron_options
 from invrl.train.memory import MemoryBudget
 from invrl.train.micro_batch import Row
 from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
-from invrl.types import FileEntries, WeightVersion
+from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
+
+if TYPE_CHECKING:
+    from invrl.train.model import PolicyModel
+    from invrl.train.step import TrainStep
+    from invrl.train.trainer_state import Saving
 
 _TRANSPORTS = {"arena": ArenaWriter, "bucket": BucketSender}
 """The trainer's end of each weight transport. The engines' ends are in `engines/weight_receiver.py`."""
@@ -49,43 +58,61 @@ class TrainRank:
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
-        from invrl.train.expert_load import ExpertRouters
         from invrl.train.model import build_model
-        from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group
-        from invrl.train.reference import FrozenReference
-        from invrl.train.routing_replay import RoutingRecorder
-        from invrl.train.step import TrainStep
         from invrl.train.trainer_state import TrainerState
         from invrl.train.weights import ReplicaWeights, weight_specs
 
         join_process_group(settings, port, listener)
         train = settings.train
+        folder = settings.model_path
         options = parse_megatron_options(settings.megatron)
         self._settings = settings
-        self._num_batches = 0
-        self._largest_micro_batch = 0
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
-        chunks = build_model(self._config, settings.model_path, self._train_dtype, options.transformer)
-        routing = None
-        if self._config.experts is not None and train.routing_replay != "none":
-            routing = RoutingRecorder(self._config.num_hidden_layers, self._config.experts)
-            for chunk in chunks:
-                chunk.routing = routing
+        chunks = build_model(self._config, folder, self._train_dtype, settings.layout, options.transformer)
         self._weights = ReplicaWeights(chunks, self._config, settings.layout)
-        # Read now, because the folder may be gone later.
-        specs = partial(weight_specs, self._config, settings.model_path)
+        # What is known of the folder is read now, because it may be gone later.
+        self._trained_specs = weight_specs(self._config, folder, self._train_dtype)
+        self._served_specs = weight_specs(self._config, folder, self._served_dtype)
+        self._masks = GrammarMasks(folder, self._config.vocab_size)
         self._memory_budget = MemoryBudget.of(
             train,
-            Path(settings.model_path),
-            has_reference=settings.algorithm.kl_coef > 0,
+            Path(folder),
+            has_reference=settings.algorithm.needs_reference,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
+            copies_checkpoints=False,  # until the first copy
             on_cuda=device.on_cuda(),
         )
-        self._trained_specs = specs(self._train_dtype)
-        self._served_specs = specs(self._served_dtype)
+        self._largest_micro_batch = 0
+        self._num_batches = 0
+        self._step = self._build_step(chunks, options)
+        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Saving | None = None
+        self.model_written: Future[FileEntries] = Future()
+        """Of the model that `copy_model` copied last."""
+        self.state_written: Future[None] = Future()
+        """Of the checkpoint that `copy_checkpoint` copied last."""
+
+    def _build_step(self, chunks: Sequence["PolicyModel"], options: MegatronOptions) -> "TrainStep":
+        """The training step over this rank's chunks, with their optimizer, the frozen reference and what
+        their experts need."""
+        from invrl.train.expert_load import ExpertRouters
+        from invrl.train.optimizer import distribute, make_schedule
+        from invrl.train.reference import FrozenReference
+        from invrl.train.routing_replay import RoutingRecorder
+        from invrl.train.step import TrainStep
+
+        settings = self._settings
+        train = settings.train
+        experts = self._config.experts
+        routing = None
+        if experts is not None and train.routing_replay != "none":
+            routing = RoutingRecorder(self._config.num_hidden_layers, experts)
+            for chunk in chunks:
+                chunk.routing = routing
         reference = None
         if settings.algorithm.needs_reference:
             reference = FrozenReference(
@@ -95,17 +122,15 @@ class TrainRank:
                 placement=train.reference_placement,
             )
         distributed, optimizer = distribute(chunks, train, options)
-        schedule = make_schedule(optimizer, train)
-        self._masks = GrammarMasks(settings.model_path, self._config.vocab_size)
         expert_routers = None
-        if self._config.experts is not None:
+        if experts is not None:
             expert_routers = ExpertRouters(
                 chunks, self._config, bias_update_rate=train.moe_router_bias_update_rate
             )
-        self._step = TrainStep(
+        return TrainStep(
             distributed,
             optimizer,
-            schedule,
+            make_schedule(optimizer, train),
             reference,
             layout=settings.layout,
             train=train,
@@ -115,7 +140,6 @@ class TrainRank:
             routing=routing,
             expert_routers=expert_routers,
         )
-        self._state = TrainerState(chunks, optimizer, schedule)
 
     def train(self, shard: Shard) -> StepResult:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
@@ -173,6 +197,42 @@ class TrainRank:
         """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or
         new. Returns the entries of the files that this rank has written."""
         return self._state.save(path)
+
+    def copy_model(self, path: str) -> None:
+        """Copies the weights, and begins to write them as `export_hugging_face` does, beside training. The
+        result is that of `model_written`."""
+        from invrl.train.hf_export import export_hugging_face
+
+        copies: deque[tuple[str, torch.Tensor]] = deque()
+        for name, tensor in self._weights.export(self._train_dtype):
+            copies.append((name, tensor.detach().to("cpu", copy=True)))
+        if not self._weights.collects:
+            self.model_written = Future()
+            self.model_written.set_result({})
+            return
+        self.model_written = self._writer.submit(
+            export_hugging_face,
+            (copies.popleft() for _ in range(len(copies))),  # each is freed once it is written
+            self._trained_specs,
+            self._settings.model_path,
+            path,
+            chat_template=self._settings.chat_template,
+            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
+        )
+
+    def copy_checkpoint(self, path: str) -> None:
+        """Copies model, optimizer, schedule and random state, and begins to write them beside training; all
+        ranks together. Once `state_written` is done on all ranks, `finish_checkpoint` follows."""
+        self._memory_budget = replace(self._memory_budget, copies_checkpoints=True)
+        self._saving = self._state.copy(path)
+        self.state_written = self._writer.submit(self._saving.write)
+
+    def finish_checkpoint(self) -> FileEntries:
+        """Ends what `copy_checkpoint` began; all ranks together. As `save_checkpoint`."""
+        assert self._saving is not None, "no checkpoint is being written"
+        saving = self._saving
+        self._saving = None
+        return saving.finish()
 
     def load_checkpoint(self, path: str) -> None:
         self._state.load(path)

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from invrl.errors import TrainError
+from invrl.file_entry import FileEntry
 from invrl.interfaces import WeightLayout
 from invrl.store.checksummed_file import ChecksummedFile
-from invrl.types import FileEntry, TensorSpec
+from invrl.types import TensorSpec
 from invrl.weights.tensor_spec import num_bytes, spec_of
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

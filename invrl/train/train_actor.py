@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.file_entry import FileEntries
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
 from invrl.train.sharding import Shard
-from invrl.types import FileEntries, WeightVersion
+from invrl.types import WeightVersion
 
 if TYPE_CHECKING:
     from invrl.train.rank import TrainRank
@@ -76,6 +77,23 @@ class TrainActor:
 
     async def save_checkpoint(self, path: str) -> FileEntries:
         return await self._in_worker(self._rank.save_checkpoint, path)
+
+    async def copy_model(self, path: str) -> None:
+        await self._in_worker(self._rank.copy_model, path)
+
+    async def copy_checkpoint(self, path: str) -> None:
+        await self._in_worker(self._rank.copy_checkpoint, path)
+
+    async def model_written(self) -> FileEntries:
+        """Waits for what `copy_model` began, while the worker trains."""
+        return await asyncio.wrap_future(self._rank.model_written)
+
+    async def checkpoint_written(self) -> None:
+        """Waits for what `copy_checkpoint` began, while the worker trains."""
+        await asyncio.wrap_future(self._rank.state_written)
+
+    async def finish_checkpoint(self) -> FileEntries:
+        return await self._in_worker(self._rank.finish_checkpoint)
 
     async def load_checkpoint(self, path: str) -> None:
         await self._in_worker(self._rank.load_checkpoint, path)

@@ -6,7 +6,6 @@ The ranks meet in collectives, so if one of them fails or dies the others would 
 
 import asyncio
 import contextlib
-from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import ActorDiedError, DeadlineError, InvrlError, ServerError, TrainError
+from invrl.file_entry import FileEntries
 from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
@@ -25,10 +25,9 @@ from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import Shard, shard_batch
 from invrl.train.train_actor import TrainActor
-from invrl.types import FileEntries, TrainBatch, WeightVersion
+from invrl.types import TrainBatch, WeightVersion
 
 Parameters = ParamSpec("Parameters")
-Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
 
 _DEATH_S = 10.0
@@ -63,9 +62,8 @@ class TrainHandle:
         """Returns once every rank has joined and holds the model. Raises ConfigError, TrainError,
         DeadlineError."""
         timeout_s = self._start_timeout_s
-        listening = self._actors[0].call(TrainActor.listen, _call_deadline(timeout_s))
-        ports = await self._wait("listen", {0: listening}, timeout_s)
-        self._processes = await self._call_all(TrainActor.start, ports[0], timeout_s)
+        ports = await self._call([0], timeout_s, TrainActor.listen)
+        self._processes = await self._call(self._all_ranks, timeout_s, TrainActor.start, ports[0])
 
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
@@ -124,8 +122,22 @@ class TrainHandle:
         return staged
 
     async def save_checkpoint(self, path: str) -> FileEntries:
-        entries = await self._call_all(TrainActor.save_checkpoint, path)
-        return ChainMap(*map(dict, entries.values()))
+        return _merged(await self._call_all(TrainActor.save_checkpoint, path))
+
+    async def copy_model(self, path: str) -> None:
+        await self._call_model_copy(TrainActor.copy_model, path)
+
+    async def copy_checkpoint(self, path: str) -> None:
+        await self._call_all(TrainActor.copy_checkpoint, path)
+
+    async def model_written(self) -> FileEntries:
+        return await self._call_first(TrainActor.model_written)
+
+    async def checkpoint_written(self) -> None:
+        await self._call_all(TrainActor.checkpoint_written)
+
+    async def finish_checkpoint(self) -> FileEntries:
+        return _merged(await self._call_all(TrainActor.finish_checkpoint))
 
     async def load_checkpoint(self, path: str) -> None:
         await self._call_all(TrainActor.load_checkpoint, path)
@@ -150,6 +162,10 @@ class TrainHandle:
         """One answer per replica: that of its reporter."""
         return [answers[self._layout.reporter(replica)] for replica in range(self._layout.data)]
 
+    @property
+    def _all_ranks(self) -> Sequence[int]:
+        return range(self._layout.world_size)
+
     async def _call_first(
         self,
         method: Callable[Concatenate[TrainActor, Parameters], Awaitable[Answer]],
@@ -157,48 +173,50 @@ class TrainHandle:
         **kwargs: Parameters.kwargs,
     ) -> Answer:
         """Calls a method on rank 0 alone."""
-        timeout_s = self._step_timeout_s
-        call = self._actors[0].call(method, _call_deadline(timeout_s), *args, **kwargs)
-        answers = await self._wait(method.__name__, {0: call}, timeout_s)
+        answers = await self._call([0], self._step_timeout_s, method, *args, **kwargs)
         return answers[0]
 
     async def _call_all(
         self,
-        method: Callable[[TrainActor, Argument], Awaitable[Answer]],
-        argument: Argument,
-        timeout_s: float | None = None,
+        method: Callable[Concatenate[TrainActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on every rank, with the same argument."""
-        ranks = range(self._layout.world_size)
-        return await self._call_ranks(method, dict.fromkeys(ranks, argument), timeout_s)
+        """Calls a method on every rank, with the same arguments."""
+        return await self._call(self._all_ranks, self._step_timeout_s, method, *args, **kwargs)
 
     async def _call_model_copy(
-        self, method: Callable[[TrainActor, Argument], Awaitable[Answer]], argument: Argument
+        self,
+        method: Callable[Concatenate[TrainActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on the ranks that hold the first copy of the model, with the same argument."""
-        return await self._call_ranks(method, dict.fromkeys(self._layout.model_copy(0), argument))
+        """Calls a method on the ranks that hold the first copy of the model, with the same arguments."""
+        ranks = self._layout.model_copy(0)
+        return await self._call(ranks, self._step_timeout_s, method, *args, **kwargs)
 
     async def _call_with_shards(
         self, method: Callable[[TrainActor, Shard], Awaitable[Answer]], shards: Sequence[Shard]
     ) -> dict[int, Answer]:
         """Calls a method on every rank, with the shard of its replica."""
-        ranks = range(self._layout.world_size)
-        shard_by_rank = {rank: shards[self._layout.coordinates(rank).data] for rank in ranks}
-        return await self._call_ranks(method, shard_by_rank)
+        deadline_s = _call_deadline(self._step_timeout_s)
+        calls: dict[int, Coroutine[Any, Any, Answer]] = {}
+        for rank in self._all_ranks:
+            shard = shards[self._layout.coordinates(rank).data]
+            calls[rank] = self._actors[rank].call(method, deadline_s, shard)
+        return await self._wait(method.__name__, calls, self._step_timeout_s)
 
-    async def _call_ranks(
+    async def _call(
         self,
-        method: Callable[[TrainActor, Argument], Awaitable[Answer]],
-        arguments: Mapping[int, Argument],
-        timeout_s: float | None = None,
+        ranks: Sequence[int],
+        timeout_s: float,
+        method: Callable[Concatenate[TrainActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on these ranks. `arguments` and answers are by rank."""
-        if timeout_s is None:
-            timeout_s = self._step_timeout_s
-        calls = {
-            rank: self._actors[rank].call(method, _call_deadline(timeout_s), argument)
-            for rank, argument in arguments.items()
-        }
+        """Calls a method on these ranks, with the same arguments. The answers are by rank."""
+        deadline_s = _call_deadline(timeout_s)
+        calls = {rank: self._actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
         return await self._wait(method.__name__, calls, timeout_s)
 
     async def _wait(
@@ -233,6 +251,11 @@ class TrainHandle:
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
+    """The files of all ranks."""
+    return {path: entry for entries in entries_by_rank.values() for path, entry in entries.items()}
 
 
 def _call_deadline(timeout_s: float) -> float:

@@ -11,17 +11,18 @@ from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.errors import TrainError
+from invrl.file_entry import FileEntries
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train import device
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.model import PolicyModel
-from invrl.types import FileEntries
 
 
 class TrainerState:
@@ -41,6 +42,18 @@ class TrainerState:
     def save(self, path: str) -> FileEntries:
         """Called on all ranks together. Returns the entries of the files that this rank has written. Raises
         TrainError if the folder is not empty or cannot be written."""
+        saving = self._begin(path, copies=False)
+        saving.write()
+        torch.distributed.barrier()
+        return saving.finish()
+
+    def copy(self, path: str) -> "Saving":
+        """The same in three parts, of which the second may be done in another thread while training goes on:
+        `Saving.write`. A copy of all that this rank writes is in memory until then. Called on all ranks
+        together. Raises TrainError if the folder is not empty."""
+        return self._begin(path, copies=True)
+
+    def _begin(self, path: str, *, copies: bool) -> "Saving":
         folder = Path(path)
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -50,18 +63,10 @@ class TrainerState:
         torch.distributed.barrier()
         self._late.clear()
         state = self._sharded_state(is_loading=False)
-        tensors = TensorByTensor(self._late)
-        try:
-            dist_checkpointing.save(state, str(folder), tensors)
-        except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
-            causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
-            raise TrainError(f"the checkpoint {folder} could not be written: {causes[0]}") from error
-        rng_file = _rng_file(folder)
-        rng_file.parent.mkdir(exist_ok=True)
-        with ChecksummedFile(rng_file) as file:
-            torch.save(device.random_state(), cast(Any, file))
-        torch.distributed.barrier()
-        return {**tensors.written, rng_file.relative_to(folder).as_posix(): file.entry()}
+        tensors = TensorByTensor(self._late, copies=copies)
+        request = dist_checkpointing.save(state, str(folder), tensors, async_sharded_save=True)
+        assert request is not None
+        return Saving(folder, request, tensors, device.random_state())
 
     def load(self, path: str) -> None:
         """Called on all ranks together. Raises TrainError if there is no checkpoint."""
@@ -71,6 +76,7 @@ class TrainerState:
         for name, chunk in self._chunks.items():
             chunk.load_state_dict(state[name])
         self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.num_steps = 0  # Megatron adds the saved number to it
         self._schedule.load_state_dict(state["schedule"])
         rng_file = _rng_file(Path(path))
         if rng_file.exists():  # absent for a rank that the saving run did not have
@@ -88,6 +94,39 @@ class TrainerState:
         }
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+
+class Saving:
+    """A checkpoint that is being written by this rank."""
+
+    def __init__(
+        self, folder: Path, request: AsyncRequest, tensors: TensorByTensor, random_state: object
+    ) -> None:
+        self._folder = folder
+        self._request = request
+        self._tensors = tensors
+        self._random_state = random_state
+
+    def write(self) -> None:
+        """Writes this rank's tensors. `finish` raises what fails here."""
+        assert self._request.async_fn is not None
+        self._request.async_fn(*self._request.async_fn_args)
+
+    def finish(self) -> FileEntries:
+        """Called on all ranks together, once all have written. Returns the entries of the files that this
+        rank has written. Raises TrainError if they could not be written."""
+        try:
+            for finish in self._request.finalize_fns:
+                finish()
+        except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
+            causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
+            raise TrainError(f"the checkpoint {self._folder} could not be written: {causes[0]}") from error
+        rng_file = _rng_file(self._folder)
+        rng_file.parent.mkdir(exist_ok=True)
+        with ChecksummedFile(rng_file) as file:
+            torch.save(self._random_state, cast(Any, file))
+        torch.distributed.barrier()
+        return {**self._tensors.written, rng_file.relative_to(self._folder).as_posix(): file.entry()}
 
 
 def _rng_file(folder: Path) -> Path:

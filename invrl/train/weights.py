@@ -65,9 +65,14 @@ def read_weights(
     files = tensor_files(Path(folder))
     expected_names = {name for parameter in table for name in parameter.hugging_face}
     file_names = {name for name in files if not config.leaves_out(name)}
-    mismatch = expected_names ^ file_names
-    if mismatch:
-        raise TrainError(f"{folder}: tensors missing from it or unknown to us: {sorted(mismatch)[:5]}")
+    if expected_names != file_names:
+        missing = sorted(expected_names - file_names)
+        unknown_to_family = sorted(file_names - expected_names)
+        raise TrainError(
+            f"the weights in {folder} are not those that its config.json describes: {len(missing)} tensors "
+            f"are missing {missing[:3]}, {len(unknown_to_family)} are not of a {config.model_type} model "
+            f"{unknown_to_family[:3]}. Give a folder whose files belong together"
+        )
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for parameter in table:
         if parameter.megatron not in own_parameters:

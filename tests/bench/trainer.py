@@ -8,12 +8,13 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from invrl.bench.hugging_face_step import HuggingFaceStep
+from invrl.bench.hugging_face_step import HuggingFaceStep, pad_batch
 from invrl.bench.ratios import Speeds
 from invrl.bench.step_program import measure_steps, start_rank
 from invrl.metrics import resolve
@@ -33,7 +34,7 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
     [shard] = shard_batch(batch, ranks=1, steps=1)
     unshared = config.train.model_copy(update={"share_prefixes": False})
     plain = HuggingFaceStep(config.model.model_path, config.train, config.algorithm)
-    plain.prepare(batch)
+    padded = pad_batch(batch, tokens=config.train.max_tokens_per_microbatch, sorted_by_length=True)
 
     def ours(train: TrainConfig) -> Callable[[], float]:
         def step() -> float:
@@ -42,8 +43,14 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
 
         return step
 
-    steps = {"trainer": ours(config.train), "trainer_unshared": ours(unshared)}
-    return measure_steps(steps, plain.run, batch, repetitions)
+    steps = {
+        "trainer": ours(config.train),
+        "plain": partial(plain.run, padded),
+        "trainer_unshared": ours(unshared),
+    }
+    speeds = measure_steps(steps, batch, repetitions)
+    reference = speeds.pop("plain")
+    return {name: Speeds(ours=values, reference=reference) for name, values in speeds.items()}
 
 
 if __name__ == "__main__":

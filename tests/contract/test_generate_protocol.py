@@ -1,5 +1,5 @@
 """`/generate` as the gateway uses it: the same expectations of the fake engine, of the scripted one, and of
-real SGLang behind the real router."""
+real SGLang behind the real routers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from streamed import collect
 from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
+from invrl.engines.router_server import RouterServer
 from invrl.engines.sglang_client import EngineLimits, GenerateChunk, GenerateRequest, SglangClient
 from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError, SessionError
@@ -26,10 +27,23 @@ from invrl.types import Sampling, VersionSpan, WeightVersion
 END = 2
 
 
-@pytest.fixture(params=["fake", "scripted", "scripted behind a tap", "real"])
-def fleet(request: pytest.FixtureRequest) -> Fleet | str:
+@pytest.fixture(params=["fake", "scripted", "scripted behind a tap", "real", "real behind smg"])
+def server(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, server: str) -> Fleet | str:
     """The real fleet, or the name of a stand-in."""
-    return request.getfixturevalue("tiny_fleet") if request.param == "real" else request.param
+    return request.getfixturevalue("tiny_fleet") if server.startswith("real") else server
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest, server: str, fleet: Fleet | str) -> RouterServer | None:
+    """In front of the real fleet."""
+    if server == "real behind smg":
+        return request.getfixturevalue("smg_router")
+    return fleet.router if isinstance(fleet, Fleet) else None
 
 
 @pytest.fixture
@@ -44,10 +58,13 @@ async def engine(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[FakeEngi
 
 
 @pytest.fixture
-async def client(fleet: Fleet | str, engine: FakeEngine | None) -> AsyncIterator[SglangClient]:
+async def client(
+    fleet: Fleet | str, router: RouterServer | None, engine: FakeEngine | None
+) -> AsyncIterator[SglangClient]:
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(fleet, Fleet):
-            url, key, limits = fleet.router.url, fleet.router.api_key, fleet.limits
+            assert router is not None
+            url, key, limits = router.url, router.api_key, fleet.limits
         else:
             assert engine is not None
             url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)

@@ -40,7 +40,7 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
     [entry] = read_history(tmp_path / "results" / "history.jsonl")
     assert entry.ratios == result["ratios"]
     layouts = {"data_parallel_2", "tensor_parallel_2"}
-    others = {"shared_prompts", "model_flops_utilization", "minimum_memory"}
+    others = {"long_tailed_sorted", "shared_prompts", "model_flops_utilization", "minimum_memory"}
     assert result["ratios"].keys() == trainer.TARGETS.keys() | layouts | others
     assert all(ratio > 0 for ratio in result["ratios"].values())
     for share in ("compute_share", "model_flops_utilization", "minimum_memory"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from e2e.runs import DEADLINE_S, STEPS, steps_of, train
 
@@ -29,7 +30,9 @@ def test_reward_rises(learned: Path) -> None:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_flipped_advantages_fall(folder: Path) -> None:
-    assert change(train(folder, "flipped", "--advantage", "tests.e2e.trivial:flipped")) < -0.2
+    """Two data-parallel ranks."""
+    control = ("--advantage", "tests.e2e.trivial:flipped", "--data-parallel-size", "2")
+    assert change(train(folder, "flipped", *control)) < -0.2
 
 
 @pytest.mark.timeout(DEADLINE_S)
@@ -43,12 +46,12 @@ def test_shuffled_rewards_do_not_rise(folder: Path) -> None:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_off_policy_run_clips_and_learns(folder: Path) -> None:
-    """Staleness 1, two optimizer steps per batch, two ranks, two engines: ratios move, some are clipped.
-    Two held-out sets before, midway and after."""
+    """Staleness 1, two optimizer steps per batch, two pipeline stages, two engines: ratios move, some are
+    clipped, and both stages learn. Two held-out sets before, midway and after."""
     run = train(
         folder,
         "async",
-        *("--max-staleness", "1", "--num-minibatches", "2", "--data-parallel-size", "2"),
+        *("--max-staleness", "1", "--num-minibatches", "2", "--pipeline-model-parallel-size", "2"),
         *("--num-engines", "2", "--eps-clip-low", "0.02", "--eps-clip-high", "0.02"),
         *("--eval-sets", "a=tests.e2e.trivial:tasks,b=tests.e2e.trivial:tasks", "--eval-tasks", "4"),
         *("--eval-interval", str(STEPS // 2), "--eval-samples-per-task", "2", "--eval-modes", "sampled"),
@@ -61,6 +64,12 @@ def test_off_policy_run_clips_and_learns(folder: Path) -> None:
     assert max(row["train/clip_fraction"] for row in rows) > 0
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     assert change(run) > 0.1
+    assert max(row["sync/canary_max_gap"] for row in rows) <= 1e-3
+    untrained = load_file(folder / "model" / "model.safetensors")
+    [exported] = (run / "checkpoints").glob("*/hugging_face/model.safetensors")
+    trained = load_file(exported)
+    assert trained.keys() == untrained.keys()
+    assert not [name for name, tensor in trained.items() if tensor.equal(untrained[name])]
 
 
 @pytest.mark.timeout(DEADLINE_S)

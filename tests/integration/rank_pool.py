@@ -10,13 +10,18 @@ weights of every optimizer step, by Hugging Face name, so that a test can comput
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import resource
 import shutil
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
+from invrl.file_entry import FileEntries
 from invrl.host.descendants import die_with_parent
 from invrl.host.process import ServerProcess, random_key
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
@@ -35,7 +41,7 @@ from invrl.train.micro_batch import Row
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard, shard_batch
-from invrl.types import FileEntries, TrainBatch, WeightVersion
+from invrl.types import TrainBatch, WeightVersion
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
 
@@ -361,12 +367,14 @@ class RankProcess:
         self._rank = TrainRank(settings, port, self._listener if settings.rank == 0 else None)
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
-        """Set constants of the packing; gives those that they replace."""
-        from invrl.train import packing
-
-        replaced = {name: getattr(packing, name) for name in values}
+        """Sets constants of modules of `invrl.train` ("packing.DENSE_TREE_TOKENS"); gives those that they
+        replace."""
+        replaced: dict[str, int] = {}
         for name, value in values.items():
-            setattr(packing, name, value)
+            module_name, _, constant = name.partition(".")
+            module = importlib.import_module(f"invrl.train.{module_name}")
+            replaced[name] = getattr(module, constant)
+            setattr(module, constant, value)
         return replaced
 
     def train(self, shard: Shard) -> StepResult:
@@ -406,7 +414,7 @@ class RankProcess:
         return self._rank.save_checkpoint(path)
 
     def write_imaged(self, given: tuple[str, str, str, str, Sequence[int]]) -> FileEntries:
-        """Calls `save` or `export`. Whenever a file that it writes has one of these lengths, and when it is
+        """Calls a method that writes. Whenever a file that it writes has one of these lengths, and when it is
         complete, the folder of checkpoints is copied as it is then."""
         from invrl.store.checksummed_file import ChecksummedFile
 
@@ -439,6 +447,31 @@ class RankProcess:
         finally:
             ChecksummedFile.write = write
             ChecksummedFile.close = close
+
+    def copy(self, given: tuple[str, str]) -> None:
+        """Begins to write model and state; no model if its path is empty."""
+        model, state = given
+        if model:
+            self._rank.copy_model(model)
+        self._rank.copy_checkpoint(state)
+
+    def finish_copy(self, _: None) -> tuple[FileEntries, FileEntries]:
+        return self.write_model(), self.write_state()
+
+    def hold_writer(self, _: None) -> None:
+        """What is copied from now on is written by `write_model` and `write_state`, and not before."""
+        self._rank._writer = HeldWriter()
+
+    def write_model(self, _: object = None) -> FileEntries:
+        if isinstance(self._rank._writer, HeldWriter):
+            self._rank._writer.run_next()
+        return self._rank.model_written.result(CALL_S)
+
+    def write_state(self, _: object = None) -> FileEntries:
+        if isinstance(self._rank._writer, HeldWriter):
+            self._rank._writer.run_next()
+        self._rank.state_written.result(CALL_S)
+        return self._rank.finish_checkpoint()
 
     def load(self, path: str) -> None:
         self._rank.load_checkpoint(path)
@@ -475,6 +508,7 @@ class RankProcess:
     def growth(self, given: tuple[str, str]) -> int:
         """Bytes by which this process and its children were larger than before, at most, during a call."""
         method, argument = given
+        ctypes.CDLL(None).malloc_trim(0)  # or a call would grow into memory that was freed before
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = resident("VmRSS")
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -482,6 +516,22 @@ class RankProcess:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         assert ended == children, f"{method} started a process"
         return resident("VmHWM") - before
+
+
+class HeldWriter:
+    """In the place of the thread that writes checkpoints: a test says when."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Future[Any], Callable[[], object]]] = deque()
+
+    def submit(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._held.append((future, partial(call, *arguments, **named)))
+        return future
+
+    def run_next(self) -> None:
+        future, call = self._held.popleft()
+        future.set_result(call())
 
 
 def _raise(*_: object) -> None:

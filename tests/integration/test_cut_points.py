@@ -2,7 +2,8 @@
 
 The checkpoint of step 4 is written once. At every cut point (a byte of a file that a rank writes, or a call
 with which the driver publishes and removes folders) the folder is copied as kill -9 would leave it; then a
-new trainer resumes from each copy."""
+new trainer resumes from copies. The ways to save have much the same cut points, so each resumes from every
+other of its copies; the rest must hold, byte for byte, one of the same checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from rank_pool import RankPool, Trainer, take_image
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
-from invrl.interfaces import Trainer as TrainerSeam
+from invrl.file_entry import FileEntries
 from invrl.metrics import resolve
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints import Checkpoints, CopyingTrainer
+from invrl.store.manifest import read_entries
 from invrl.train.config import TrainConfig
-from invrl.types import FileEntries
 
 BATCHES = [random_batch(seed, groups=2) for seed in range(1, 7)]
 TRAIN = TrainConfig(train_dtype="float32", lr=1e-3, lr_decay_style="cosine", lr_decay_steps=8)
@@ -38,12 +39,30 @@ class PoolTrainer:
         self._trainer = trainer
         self._folder = folder
         self._images = images
+        self._model = ""
 
     async def save_checkpoint(self, path: str) -> FileEntries:
         return self._write("save", path)
 
     async def export_hugging_face(self, path: str) -> FileEntries:
         return self._write("export", path)
+
+    async def copy_model(self, path: str) -> None:
+        self._model = path
+
+    async def copy_checkpoint(self, path: str) -> None:
+        """Nothing is written until the driver waits for it; by then the trainer has trained on."""
+        self._trainer.each("hold_writer")
+        self._trainer.each("copy", (self._model, path))
+
+    async def model_written(self) -> FileEntries:
+        return self._write("write_model", "")
+
+    async def checkpoint_written(self) -> None:
+        pass
+
+    async def finish_checkpoint(self) -> FileEntries:
+        return self._write("write_state", "")
 
     def _write(self, method: str, path: str) -> FileEntries:
         if self._images is None:
@@ -85,8 +104,9 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
     return {"weights": trainer.weights(), **moments}
 
 
+@pytest.mark.parametrize("beside_training", [False, True])
 async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
-    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_training: bool
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     folder = tmp_path / "checkpoints"
@@ -96,7 +116,7 @@ async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
     trainer = pool.build(model, train=TRAIN)
     checkpoints = Checkpoints(folder, keep=1)
 
-    def saving(to: Path | None) -> TrainerSeam:
+    def saving(to: Path | None) -> CopyingTrainer:
         return cast(Any, PoolTrainer(trainer, folder, to))
 
     for batch in BATCHES[:2]:
@@ -105,15 +125,27 @@ async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
     for batch in BATCHES[2:4]:
         trainer.train(batch)
     with driver_imaged(monkeypatch, folder, images):
-        await checkpoints.save(saving(images), 4, b"buffer of step 4")
-    numbers = [resolve(trainer.train(batch)) for batch in BATCHES[4:]]
+        if beside_training:
+            await checkpoints.save_beside_training(saving(images), 4, b"buffer of step 4")
+        else:
+            await checkpoints.save(saving(images), 4, b"buffer of step 4")
+        numbers = [resolve(trainer.train(batch)) for batch in BATCHES[4:]]
+        await checkpoints.wait_until_saved()
     expected = state_of(trainer)
 
     steps: list[int] = []
-    for image in sorted(images.iterdir()):
+    resumed_steps: list[int] = []
+    entries: dict[int, FileEntries] = {}
+    for number, image in enumerate(sorted(images.iterdir())):
         checkpoint = Checkpoints(image).newest_whole(pytest.fail, model)
         assert checkpoint is not None, image.name
         assert checkpoint.buffer.read_text() == f"buffer of step {checkpoint.step}"
+        steps.append(checkpoint.step)
+        found_entries = read_entries(checkpoint.path)
+        assert found_entries == entries.setdefault(checkpoint.step, found_entries), image.name
+        if number % 2 != beside_training:
+            continue
+        resumed_steps.append(checkpoint.step)
         resumed = pool.build(model, train=TRAIN)
         resumed.each("load", str(checkpoint.megatron))
         repeated = [resolve(resumed.train(batch)) for batch in BATCHES[checkpoint.step :]]
@@ -123,7 +155,7 @@ async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
         for kind, found in state_of(resumed).items():
             for name, tensor in found.items():
                 assert tensor.tobytes() == expected[kind][name].tobytes(), (image.name, kind, name)
-        steps.append(checkpoint.step)
     assert len(steps) >= 20
-    assert set(steps) == {2, 4}
+    assert len(resumed_steps) >= 10
+    assert set(steps) == set(resumed_steps) == {2, 4}
     assert steps == sorted(steps), "once the checkpoint of step 4 is there, it stays"

@@ -3,6 +3,7 @@ every family but Llama and Qwen3, which other tests of engines use."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,24 +14,33 @@ from family_models import make_family_model
 from numpy.typing import NDArray
 from pool_sender import PoolSender, folder_checksums
 from rank_pool import RankPool, Trainer
+from streamed import collect
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.routed_experts import ExpertsShape
-from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult, SglangClient
 from invrl.interfaces import StagedWeights
 from invrl.model_folder import tensor_files
+from invrl.routed_experts import unknown_expert
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.types import Sampling, WeightVersion
+from invrl.types import Sampling, WeightUpdate, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 PROMPTS = [list(range(20, 50)), [5, 400, 33, 33, 90, 100, 511, 7, 9, 300, 301, 302]]
 """Longer than the windows of the small models."""
-MOE_LAYOUTS = [ParallelLayout(pipeline=2), ParallelLayout(data=2), ParallelLayout(pipeline=2, data=2)]
+NUM_CROSSING = 500
+"""Tokens of a turn that is sampled under two versions: more than an engine samples before it pauses."""
+MOE_LAYOUTS = [
+    ParallelLayout(pipeline=2),
+    ParallelLayout(data=2, expert=2),
+    ParallelLayout(tensor=2, expert=2),
+    ParallelLayout(pipeline=2, data=2),
+]
 """Those in which a model with experts sends its weights too."""
 
 
@@ -89,7 +99,12 @@ async def test_an_engine_computes_what_the_trainer_computes(
         )
         for version in (1, 2, 3):
             trainer.train(random_batch(version))
-            update = await transaction.run(WeightVersion(version))
+            if moves_bias and version == 1:
+                updated = tmp_path / "updated"
+                trainer.each("export", str(updated))
+                update = await update_in_mid_turn(fleet, transaction, before=exported, after=updated)
+            else:
+                update = await transaction.run(WeightVersion(version))
             assert update.lost_engines == {}
             assert update.canary_max_gap <= 1e-4
         if family == "qwen3_moe":
@@ -117,7 +132,7 @@ async def check_engine_holds_export(
         trainer.train(random_batch(version))
         update = await transaction.run(WeightVersion(version))
         assert update.canary_max_gap <= 1e-4
-    trainer.part(trainer.layout.replica(0)).each("export", str(folder))
+    trainer.part(trainer.layout.model_copy(0)).each("export", str(folder))
     staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
     assert await receiver.checksums(staged) == folder_checksums(folder)
 
@@ -147,6 +162,60 @@ async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
     recorded_TLK = np.concatenate(records)[1:]  # nothing predicted the first token
     for layer, chosen_TK in transformers_choices(model, path).items():
         assert np.array_equal(np.sort(recorded_TLK[:, layer], -1), np.sort(chosen_TK[:-1], -1)), layer
+
+
+async def update_in_mid_turn(
+    fleet: Fleet, transaction: WeightTransaction, *, before: Path, after: Path
+) -> WeightUpdate:
+    """The first update, made while a turn is sampled. The experts of the tokens sampled before it are
+    unknown; those of the context and of the tokens sampled after it are what the new model chooses."""
+    context = PROMPTS[0]
+    request = GenerateRequest(
+        rid="mid-turn",
+        input_ids_T=np.array(context, np.int32),
+        sampling=Sampling(max_new_tokens=NUM_CROSSING),
+        ignore_eos=True,
+    )
+    router = fleet.router
+    [receiver] = await fleet.receivers()
+    pause = receiver.pause
+    begun = asyncio.Event()
+    shape = ExpertsShape.of(before)
+    client = SglangClient(router.url, limits=fleet.limits, api_key=router.api_key, experts=shape)
+    async with client, asyncio.TaskGroup() as tasks:
+        turns: list[asyncio.Task[tuple[list[GenerateChunk], GenerateResult]]] = []
+
+        async def pause_in_mid_turn() -> None:
+            turns.append(tasks.create_task(collect(client.stream(request), each=begun.set)))
+            await begun.wait()
+            await pause()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receiver, "pause", pause_in_mid_turn)
+            update = await transaction.run(WeightVersion(1))
+        [turn] = turns
+        _, result = await turn
+    assert [span.version for span in result.spans] == [0, 1]
+    assert result.experts_TLK is not None
+    num_before = len(context) + result.spans[1].start
+    known_T = (result.experts_TLK != unknown_expert(result.experts_TLK.dtype)).all((1, 2))
+    expected_T = np.ones(len(context) + NUM_CROSSING, np.bool_)
+    expected_T[0] = False  # nothing predicted it
+    expected_T[len(context) : num_before] = False
+    assert np.array_equal(known_T, expected_T)
+
+    ids = [*context, *result.ids_T.tolist()]
+    agreement: dict[Path, float] = {}
+    for model in (before, after):
+        equal: list[NDArray[np.bool_]] = []
+        for layer, chosen_TK in transformers_choices(model, ids).items():
+            recorded_TK = result.experts_TLK[1:, layer].astype(np.int64)
+            equal_T = (np.sort(recorded_TK, -1) == np.sort(chosen_TK[:-1], -1)).all(-1)
+            equal.append(equal_T[known_T[1:]])
+        agreement[model] = float(np.concatenate(equal).mean())
+    assert agreement[after] > 0.999  # two scores may be equal but for rounding
+    assert agreement[before] < 0.99
+    return update
 
 
 def transformers_choices(model: Path, ids: Sequence[int]) -> dict[int, NDArray[np.int64]]:

@@ -3,42 +3,86 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from family_models import make_family_model
+from numpy.typing import NDArray
 from rank_pool import RankPool
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
 from invrl.metrics import resolve
+from invrl.train.activations import LayerActivations, Recomputation
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import saved_bytes
 from invrl.train.parallel.layout import ParallelLayout
 
 TOKENS = 256
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
-def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
-    """From models of two and of six layers, so that embedding and projection drop out."""
-    measured: dict[int, int] = {}
-    for layers in (2, 6):
+def saved_and_estimated(
+    pool: RankPool,
+    folder: Path,
+    family: str,
+    dtype: str,
+    *,
+    layout: ParallelLayout | None = None,
+    megatron: dict[str, Any] | None = None,
+) -> tuple[list[int], float]:
+    """Bytes that four layers save on each rank, and the estimate of them. From models of two and of six
+    layers, so that embedding and projection drop out."""
+    layout = layout or ParallelLayout()
+    megatron = megatron or {}
+    measured: list[NDArray[np.int64]] = []
+    for num_layers in (2, 6):
         fields: dict[str, object] = {
-            "num_hidden_layers": layers,
+            "num_hidden_layers": num_layers,
             "hidden_size": 128,
             "intermediate_size": 256,
         }
         if family == "gemma3_text":
-            fields["layer_types"] = ["full_attention"] * layers
-        model = make_family_model(tmp_path / str(layers), family, **fields)
+            fields["layer_types"] = ["full_attention"] * num_layers
+        model = make_family_model(folder / str(num_layers), family, **fields)
         train = TrainConfig.model_validate({"train_dtype": dtype})
-        (measured[layers],) = pool.build(model, train=train).each("saved_bytes", TOKENS)
-    config = read_hf_config(tmp_path / "6")
+        trainer = pool.build(model, train=train, layout=layout, megatron=megatron)
+        measured.append(np.array(trainer.each("saved_bytes", TOKENS)))
+    config = read_hf_config(folder / "6")
     item = 2 if dtype == "bfloat16" else 4
-    expected = sum(saved_bytes(config, layer, item, on_cuda=False) for layer in range(2, 6)) * TOKENS
-    assert expected == pytest.approx(measured[6] - measured[2], rel=0.2)
+    layers = [
+        LayerActivations.of(config, layer, item, on_cuda=False, context_ranks=layout.context)
+        for layer in range(2, 6)
+    ]
+    estimated = Recomputation.of(megatron).kept(layers) * TOKENS / (layout.tensor * layout.context)
+    return list(measured[1] - measured[0]), estimated
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
+def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
+    [saved], estimated = saved_and_estimated(pool, tmp_path, family, dtype)
+    assert estimated == pytest.approx(saved, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "megatron"),
+    [
+        (ParallelLayout(tensor=2), {}),
+        (ParallelLayout(context=2), {}),
+        (ParallelLayout(), {"recompute_granularity": "selective", "recompute_modules": "core_attn"}),
+    ],
+    ids=["tensor", "context", "recomputed"],
+)
+def test_latent_attention_saves_what_is_estimated(
+    pool: RankPool, tmp_path: Path, layout: ParallelLayout, megatron: dict[str, Any]
+) -> None:
+    """On each of two ranks, and where attention is computed again."""
+    saved, estimated = saved_and_estimated(
+        pool, tmp_path, "deepseek_v3", "bfloat16", layout=layout, megatron=megatron
+    )
+    for rank_saved in saved:
+        assert estimated == pytest.approx(rank_saved, rel=0.1)
 
 
 def test_a_step_reports_what_the_largest_rank_took(pool: RankPool, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def selective(*modules: str) -> Options:
 
 CASES = {
     "gemma3_text": ("gemma3_text", ParallelLayout(), [full("uniform", 2), selective("core_attn", "mlp")]),
-    "glm4_moe": (
+    "ep2": (
         "glm4_moe",
-        ParallelLayout(),
+        ParallelLayout(data=2, expert=2),
         [full("block", 1), selective("moe"), selective("core_attn", "shared_experts")],
     ),
     "tp2cp2": (
@@ -52,7 +52,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path, name: str) -> None:
-    """The gather of keys and values, windows, experts and norms after them included."""
+    """The gather of keys and values, windows, norms after attention and MLP, and the exchange of tokens
+    between ranks with different experts included."""
     family, layout, recomputations = CASES[name]
     windows: Options = {}
     if family == "gemma3_text":

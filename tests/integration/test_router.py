@@ -1,22 +1,44 @@
-"""The real router in front of the real engine: private, managed by us alone, blind to strangers."""
+"""The real routers in front of the real engine: private, managed by us alone, blind to strangers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import numpy as np
 import psutil
 import pytest
+from scripted_engine import ScriptedEngine, text_by_prompt
 
 from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateEnd, GenerateRequest, SglangClient
+from invrl.engines.router_server import RouterServer
+from invrl.engines.sglang_client import EngineLimits, GenerateEnd, GenerateRequest, SglangClient
 from invrl.errors import ServerError
 from invrl.host.process import family_of
 from invrl.types import Sampling
 
+ROUTERS = ["sglang-router", "smg"]
+NUM_TURNS = 4
+"""Of each session."""
 
-def request(index: int, new: int = 6) -> GenerateRequest:
+
+@pytest.fixture(params=ROUTERS)
+def router(request: pytest.FixtureRequest, tiny_fleet: Fleet) -> RouterServer:
+    if request.param == "smg":
+        return request.getfixturevalue("smg_router")
+    return tiny_fleet.router
+
+
+@pytest.fixture
+async def router_client(tiny_fleet: Fleet, router: RouterServer) -> AsyncIterator[SglangClient]:
+    async with SglangClient(router.url, limits=tiny_fleet.limits, api_key=router.api_key) as client:
+        yield client
+
+
+def generation(index: int, new: int = 6) -> GenerateRequest:
     return GenerateRequest(
         rid=f"router-{index}-{np.random.randint(1 << 40)}",
         input_ids_T=np.array([1, 50 + index, 60], np.int32),
@@ -27,9 +49,9 @@ def request(index: int, new: int = 6) -> GenerateRequest:
 
 
 async def test_generates_whole_and_streaming(router_client: SglangClient) -> None:
-    results = await asyncio.gather(*(router_client.generate(request(i)) for i in range(8)))
+    results = await asyncio.gather(*(router_client.generate(generation(i)) for i in range(8)))
     assert all(len(result.ids_T) == 6 for result in results)
-    items = [item async for item in router_client.stream(request(1, new=400))]
+    items = [item async for item in router_client.stream(generation(1, new=400))]
     assert isinstance(items[-1], GenerateEnd)
     assert len(items) > 5  # the router streams, it does not collect
 
@@ -46,26 +68,28 @@ async def status(method: str, url: str, key: str) -> int:
 
 @pytest.mark.parametrize("key", ["", "wrong", "sampling"])
 @pytest.mark.parametrize("what", ["POST /workers", "GET /workers", "DELETE /workers/x", "POST /flush_cache"])
-async def test_nobody_else_manages_it(tiny_fleet: Fleet, what: str, key: str) -> None:
+async def test_nobody_else_manages_it(router: RouterServer, what: str, key: str) -> None:
     method, path = what.split()
-    given = tiny_fleet.router.api_key if key == "sampling" else key
-    assert await status(method, tiny_fleet.router.url + path, given) == 401
+    given = router.api_key if key == "sampling" else key
+    assert await status(method, router.url + path, given) == 401
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
-async def test_nobody_else_samples(tiny_fleet: Fleet, key: str) -> None:
-    assert await status("POST", tiny_fleet.router.url + "/generate", key) == 401
+async def test_nobody_else_samples(router: RouterServer, key: str) -> None:
+    assert await status("POST", router.url + "/generate", key) == 401
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"])
-async def test_engine_management_does_not_pass(tiny_fleet: Fleet, path: str) -> None:
-    assert await status("POST", tiny_fleet.router.url + path, tiny_fleet.router.api_key) in (401, 404)
+async def test_engine_management_does_not_pass(router: RouterServer, path: str) -> None:
+    assert await status("POST", router.url + path, router.api_key) in (401, 404)
 
 
-def test_the_router_and_every_process_of_an_engine_listen_on_loopback(tiny_fleet: Fleet) -> None:
+def test_the_router_and_every_process_of_an_engine_listen_on_loopback(
+    tiny_fleet: Fleet, router: RouterServer
+) -> None:
     """Torch's rendezvous store, which has no key, among them."""
     listening: dict[str, str] = {}
-    for server in (tiny_fleet.router, tiny_fleet.engines["engine-0"].server):
+    for server in (router, tiny_fleet.engines["engine-0"].server):
         for process in family_of(server.pid):
             for connection in process.net_connections():
                 if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
@@ -74,26 +98,66 @@ def test_the_router_and_every_process_of_an_engine_listen_on_loopback(tiny_fleet
     assert set(listening.values()) == {"127.0.0.1"}, listening
 
 
-async def test_only_a_registered_engine_gets_traffic(tiny_fleet: Fleet, router_client: SglangClient) -> None:
+async def test_only_a_registered_engine_gets_traffic(
+    tiny_fleet: Fleet, router: RouterServer, router_client: SglangClient
+) -> None:
     server = tiny_fleet.engines["engine-0"].server
-    router = tiny_fleet.router
     await asyncio.to_thread(router.unregister, server.url)
     try:
-        with pytest.raises(ServerError, match="503"):
-            await router_client.generate(request(3))
+        with pytest.raises(ServerError, match=r"answered /generate with (503|404)"):
+            await router_client.generate(generation(3))
     finally:
         await asyncio.to_thread(router.register, server.url, api_key=server.api_key)
-    assert len((await router_client.generate(request(3))).ids_T) == 6
+    assert len((await router_client.generate(generation(3))).ids_T) == 6
 
 
-async def test_a_request_sent_during_a_pause_waits(tiny_fleet: Fleet, router_client: SglangClient) -> None:
-    """Longer than the router needs to eject a worker that does not answer its health check."""
+async def test_requests_sent_during_a_pause_wait(tiny_fleet: Fleet, router_client: SglangClient) -> None:
+    """Longer than a router needs to eject a worker that does not answer its health check, or that makes no
+    token while requests pile up."""
     receiver = tiny_fleet.engines["engine-0"].receiver
     await receiver.pause()
     try:
-        flight = asyncio.create_task(router_client.generate(request(4)))
+        flights = [asyncio.create_task(router_client.generate(generation(index))) for index in range(5)]
         await asyncio.sleep(4.0)
-        assert not flight.done()
+        flights.append(asyncio.create_task(router_client.generate(generation(5))))
+        await asyncio.sleep(1.0)
+        assert not any(flight.done() for flight in flights)
     finally:
         await receiver.resume()
-    assert len((await asyncio.wait_for(flight, 120)).ids_T) == 6
+    async with asyncio.timeout(120):
+        results = await asyncio.gather(*flights)
+    assert all(len(result.ids_T) == 6 for result in results)
+
+
+@pytest.mark.parametrize("program", ROUTERS)
+async def test_a_session_stays_on_one_engine(
+    request: pytest.FixtureRequest, program: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """All sessions begin with the same tokens, so a router that goes by prefixes would mix them."""
+    smg = request.getfixturevalue("installed_smg") if program == "smg" else None
+    router = RouterServer(run_folder=tmp_path, start_timeout_s=240.0, installed_smg=smg)
+    limits = EngineLimits(context_length=1000, vocab_size=512)
+    client = SglangClient(router.url, limits=limits, api_key=router.api_key)
+    first = ScriptedEngine(text_by_prompt, tiny_model)
+    second = ScriptedEngine(text_by_prompt, tiny_model)
+    try:
+        async with first, second, client:
+            await asyncio.to_thread(router.wait_ready)
+            for engine in (first, second):
+                await asyncio.to_thread(router.register, engine.url, api_key=router.api_key)
+            for _ in range(NUM_TURNS):
+                await asyncio.gather(*(client.generate(generation(index)) for index in range(20)))
+    finally:
+        await asyncio.to_thread(router.stop)
+        router.address.close()
+    turns_of_first = turns_by_session(first)
+    turns_of_second = turns_by_session(second)
+    assert turns_of_first
+    assert turns_of_second
+    assert not turns_of_first.keys() & turns_of_second.keys()
+    assert set((turns_of_first | turns_of_second).values()) == {NUM_TURNS}
+
+
+def turns_by_session(engine: ScriptedEngine) -> Counter[str]:
+    """How many generations an engine got from each session."""
+    return Counter(body["rid"].split("-")[1] for body in engine.requests)

@@ -187,10 +187,8 @@ def test_a_checkpoint_comes_back(pool: RankPool, tmp_path: Path, family: str) ->
     assert worst(restored.weights(), next_weights)[0] < 1e-6
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, normalized: bool) -> None:
-    """Divided by their sum or not, as config.json says."""
-    model = make_family_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=normalized)
+def check_first_gradient(pool: RankPool, model: Path) -> None:
+    """The first step's gradient is that of transformers."""
     trainer = pool.build(model, train=EXACT)
     batch = random_batch(1)
     trainer.train(batch)
@@ -198,6 +196,13 @@ def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, norma
     expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
     gap, name = worst(step.gradients, expected)
     assert gap < BOUND, name
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, normalized: bool) -> None:
+    """Divided by their sum or not, as config.json says."""
+    model = make_family_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=normalized)
+    check_first_gradient(pool, model)
 
 
 def test_latent_attention_with_queries_of_the_hidden_state(pool: RankPool, tmp_path: Path) -> None:
@@ -205,13 +210,7 @@ def test_latent_attention_with_queries_of_the_hidden_state(pool: RankPool, tmp_p
     model = make_family_model(
         tmp_path / "model", "deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None
     )
-    trainer = pool.build(model, train=EXACT)
-    batch = random_batch(1)
-    trainer.train(batch)
-    (step,) = trainer.steps()
-    expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
-    gap, name = worst(step.gradients, expected)
-    assert gap < BOUND, name
+    check_first_gradient(pool, model)
 
 
 @pytest.mark.parametrize("given", ["", "{{ messages[0].content }}"])
@@ -241,7 +240,8 @@ def test_each_row_is_as_if_it_were_alone(
     for seed in range(3):
         alone = [trainer.logprobs([ids])[0] for ids in prompts(seed)]
         for dense, chunk in ((256, 1024), (0, 1024), (0, 3), (45, 4)) if share else ((256, 1024),):
-            (replaced,) = trainer.each("constants", {"DENSE_TREE_TOKENS": dense, "QUERY_CHUNK": chunk})
+            constants = {"packing.DENSE_TREE_TOKENS": dense, "attention_calls.QUERY_CHUNK": chunk}
+            [replaced] = trainer.each("constants", constants)
             try:
                 together = trainer.logprobs(prompts(seed))
             finally:

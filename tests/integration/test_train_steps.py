@@ -103,13 +103,15 @@ def test_a_checkpoint_resumes_as_if_nothing_had_happened(
     trainer = pool.build(model, train=train)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
-    trainer.train(BATCHES[2], steps=2)
+    numbers = resolve(trainer.train(BATCHES[2], steps=2))
     expected = trainer.weights()
     resumed = pool.build(model, train=train)
-    resumed.each("load", str(tmp_path / "saved"))
-    resumed.train(BATCHES[2], steps=2)
-    weights = resumed.weights()
-    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+    for _ in range(2):  # then into a trainer that has trained on
+        resumed.each("load", str(tmp_path / "saved"))
+        repeated = resolve(resumed.train(BATCHES[2], steps=2))
+        weights = resumed.weights()
+        assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+        assert repeated["lr"] == numbers["lr"]
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
@@ -226,7 +228,8 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Pa
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
-    """Megatron's own saver copies the optimizer's state two or three times, and forks its writers."""
+    """Megatron's own saver copies the optimizer's state two or three times, and forks its writers. A copy to
+    write beside training takes what the estimate says, on one rank."""
     model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
     state = 3 * (model / "model.safetensors").stat().st_size  # float32, as master weights and moments are
     trainer = pool.build(model, ranks=ranks, train=settings(train_dtype="bfloat16"))
@@ -237,6 +240,43 @@ def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
             folders = [str(tmp_path / f"{method}-{rank}") for rank in range(ranks)]
         grown = trainer.call("growth", [(method, folder) for folder in folders])
         assert max(grown) < state / 4, method
+    trainer.each("hold_writer")
+    copies = [(str(tmp_path / "copied-model"), str(tmp_path / "copied")), ("", str(tmp_path / "copied"))]
+    grown = trainer.call("growth", [("copy", folders) for folders in copies[:ranks]])
+    assert grown[0] == pytest.approx((2 * 2 + 12) / 12 * state, rel=0.2)
+    assert max(grown[1:], default=0) < state / 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "sharded"), [(1, "float32", True), (1, "bfloat16", False), (2, "float32", True)]
+)
+def test_a_checkpoint_written_beside_training_is_of_the_step_it_was_copied_in(
+    pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
+) -> None:
+    """Byte for byte that which is written at once, whatever the steps change meanwhile."""
+    trainer = pool.build(model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded))
+    trainer.train(BATCHES[0], steps=2)
+    trainer.each("save", str(tmp_path / "at-once"))
+    trainer.part([0]).each("export", str(tmp_path / "at-once-model"))
+    folders = [(str(tmp_path / f"model-{rank}"), str(tmp_path / "beside")) for rank in range(ranks)]
+    trainer.call("copy", folders)
+    trainer.train(BATCHES[2], steps=2)
+    written = trainer.each("finish_copy")
+    entries = dict(ChainMap(*(state for _, state in written)))
+    write_manifest(tmp_path / "beside", {})
+    assert entries.items() <= read_entries(tmp_path / "beside").items()
+    files = {path.relative_to(tmp_path / "at-once") for path in (tmp_path / "at-once").rglob("*.*")}
+    assert len(files) >= 4
+    for file in files:
+        if file.name != ".metadata":  # it names the time
+            expected = (tmp_path / "at-once" / file).read_bytes()
+            assert (tmp_path / "beside" / file).read_bytes() == expected, file
+    name = "model.safetensors"
+    assert (tmp_path / "model-0" / name).read_bytes() == (tmp_path / "at-once-model" / name).read_bytes()
+    resumed = pool.build(model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded))
+    resumed.each("load", str(tmp_path / "beside"))
+    with pytest.raises(TrainError, match="not empty"):
+        resumed.call("copy", folders)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -398,7 +398,12 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         (
             [
                 *("--routing-replay", "trainer", "--num-minibatches", "2"),
-                *("--megatron-recompute-granularity", "selective", "--megatron-recompute-modules", "moe"),
+                *(
+                    "--megatron-recompute-granularity",
+                    "selective",
+                    "--megatron-recompute-modules",
+                    "mlp, moe",
+                ),
             ],
             "megatron.recompute_modules",
             "without the routing",
@@ -440,6 +445,12 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "train.virtual_pipeline_model_parallel_size",
             "the 1 layers of a pipeline stage",
             "may be only 1",
+        ),
+        (
+            ["--pipeline-model-parallel-size", "2", "--num-layers-in-last-pipeline-stage", "2"],
+            "train.num_layers_in_last_pipeline_stage",
+            "other stages (1) need layers too",
+            "--num-layers-in-last-pipeline-stage 1 fits",
         ),
         (["--max-row-tokens", "8"], "rollout.max_new_tokens", "a conversation holds 8", "--max-row-tokens"),
         (["--gateway-host", "192.0.2.1"], "gateway.gateway_host", "cannot listen", "of this machine"),

@@ -241,15 +241,28 @@ def test_few_groups_are_split_where_that_balances(groups: int, members: int, ran
     assert sum(by_rank) < 1.06 * alone
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("groups", "members", "ranks"), [(16, 8, 4), (8, 8, 4), (4, 8, 2), (32, 8, 8)])
+@pytest.mark.parametrize("seed", [2, 3, 7, 11, 30, 33])
+@pytest.mark.parametrize(
+    ("groups", "members", "ranks"),
+    [(8, 16, 8), (16, 8, 8), (16, 8, 4), (8, 8, 4), (4, 8, 4), (4, 8, 2), (32, 8, 8)],
+)
 def test_rollouts_are_exchanged_until_the_ranks_are_even(
     seed: int, groups: int, members: int, ranks: int
 ) -> None:
+    """The worst of 40 draws. A rollout longer than the mean has a rank for itself."""
     batch = long_tailed_batch(np.random.default_rng(seed), groups, members, longest=4096)
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
-    assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
-    assert sum(by_rank) < 1.06 * work(rows_of(batch.samples), SMOLLM2)
+    longest = max(work([row], SMOLLM2) for row in rows_of(batch.samples))
+    assert max(by_rank) <= max(1.02 * sum(by_rank) / ranks, 1.0001 * longest)
+    assert sum(by_rank) < 1.08 * work(rows_of(batch.samples), SMOLLM2)
+
+
+def test_the_split_with_the_least_work_is_not_always_the_best_start() -> None:
+    """Exchanges from it alone leave the slowest rank with 1.060 times the work of a rank that computes every
+    prompt once; from another split it is 1.038."""
+    batch = long_tailed_batch(np.random.default_rng(7), 8, 16, longest=4096)
+    by_rank = work_by_rank(batch, 8, SMOLLM2)
+    assert max(by_rank) <= 1.045 * work(rows_of(batch.samples), SMOLLM2) / 8
 
 
 def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:

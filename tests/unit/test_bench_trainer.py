@@ -8,10 +8,24 @@ import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl.bench.trainer import BenchSettings, _ratios_of_steps, _refusal, _StepResult
+from invrl.bench import trainer
+from invrl.bench.even_model import even_heads, make_even_model
+from invrl.bench.hugging_face_step import pad_batch
+from invrl.bench.trainer import (
+    BenchSettings,
+    Part,
+    _LayoutResult,
+    _ratios_of_steps,
+    _refusal,
+    _StepResult,
+    measure_trainer,
+)
 from invrl.bench.workloads import make_batch
 from invrl.cli.main import main
+from invrl.errors import TrainError
+from invrl.model_folder import tensor_shapes
 from invrl.train.config import TrainConfig
+from invrl.train.hf_config import read_hf_config
 from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
 
@@ -39,6 +53,22 @@ def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> 
     assert sum(len(micro_batch.tokens_P) for micro_batch in micro_batches) == computed
 
 
+@pytest.mark.parametrize("sorted_by_length", [False, True])
+def test_a_plain_step_pads_every_row_once(sorted_by_length: bool) -> None:
+    batch = make_batch("long_tailed", num_tokens=4096, longest=1024, vocab_size=500)
+    padded = pad_batch(batch, tokens=1024, sorted_by_length=sorted_by_length)
+    row_lengths: list[int] = []
+    for rows in padded.micro_batches:
+        lengths_in_rows = rows.mask_BT.sum(1).tolist()
+        row_lengths += lengths_in_rows
+        assert rows.mask_BT.shape[1] == max(lengths_in_rows)
+        assert rows.mask_BT.numel() <= 1024 or len(lengths_in_rows) == 1
+        assert len(rows.rollout_N) == int(rows.trained_BT.sum())
+    expected = [len(sample.tokens_T) for sample in batch.samples]
+    assert row_lengths == (sorted(expected) if sorted_by_length else expected)
+    assert padded.denominator == sum(int(rows.trained_BT.sum()) for rows in padded.micro_batches)
+
+
 def test_the_objective_is_what_is_neither_model_nor_optimizer() -> None:
     """1 s of 10 in the first step, 2 of 10 in the second."""
     steps = _StepResult(
@@ -50,15 +80,39 @@ def test_the_objective_is_what_is_neither_model_nor_optimizer() -> None:
         operations_per_s=[4e9, 6e9],
         matmul_operations_per_s=1e10,
     )
-    ratios, _ = _ratios_of_steps(steps)
-    assert ratios == pytest.approx(
+    assert _ratios_of_steps(steps).ratios == pytest.approx(
         {"equal_lengths": 1.05, "compute_share": 0.85, "model_flops_utilization": 0.5}
     )
 
 
 def test_a_layout_that_does_not_divide_the_model_is_not_measured(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
-    settings = BenchSettings(
+    settings = bench_settings(model)
+    assert "num_attention_heads 3" in _refusal(settings, {"tensor_model_parallel_size": 2})
+    assert _refusal(settings, {"data_parallel_size": 2}) == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "even"),
+    [((9, 3), (8, 2)), ((3, 3), (2, 2)), ((1, 1), (2, 2)), ((12, 4), (12, 4)), ((14, 6), (14, 2))],
+)
+def test_two_ranks_divide_the_heads(own: tuple[int, int], even: tuple[int, int]) -> None:
+    assert even_heads(*own) == even
+
+
+def test_another_model_stands_in_where_two_ranks_cannot_divide_the_heads(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
+    make_even_model(source, tmp_path / "even")
+    config = read_hf_config(tmp_path / "even")
+    before = read_hf_config(source)
+    assert config.differences(before) == ["num_attention_heads", "num_key_value_heads"]
+    TrainConfig(tensor_model_parallel_size=2).check_model(config)
+    shapes = tensor_shapes(tmp_path / "even")
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == [2 * 16, config.hidden_size]
+
+
+def bench_settings(model: Path) -> BenchSettings:
+    return BenchSettings(
         model_path=str(model),
         train=TrainConfig.model_validate({}),
         num_tokens=512,
@@ -66,8 +120,51 @@ def test_a_layout_that_does_not_divide_the_model_is_not_measured(tmp_path: Path)
         cores=2,
         deadline_s=60.0,
     )
-    assert "num_attention_heads 3" in _refusal(settings, {"tensor_model_parallel_size": 2})
-    assert _refusal(settings, {"data_parallel_size": 2}) == ""
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, model: Path, *, failing: str
+) -> tuple[list[Part], list[tuple[str, bool]]]:
+    """The parts, and what was measured: (layout, whether of the model itself). `failing`: a layout."""
+    layouts: list[tuple[str, bool]] = []
+
+    def layout_result(
+        settings: BenchSettings, _: Path, name: str, *__: object, threads: int
+    ) -> _LayoutResult:
+        layouts.append((name, settings.model_path == str(model)))
+        if name == failing:
+            raise TrainError("out of memory")
+        return _LayoutResult(
+            seconds=[2.0], peak_memory_gb=2.0, largest_micro_batch=512, row_tokens=100 * threads
+        )
+
+    def steps_fail(*_: object) -> None:
+        raise TrainError("these are not the same step")
+
+    monkeypatch.setattr(trainer, "_measure_steps", steps_fail)
+    monkeypatch.setattr(trainer, "_measure_layout", layout_result)
+    return list(measure_trainer(bench_settings(model))), layouts
+
+
+def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=16)
+    parts, _ = measured(monkeypatch, model, failing="data_parallel_2")
+    steps, memory, data, tensor = parts
+    assert "not the same step" in steps.failure
+    assert memory.ratios["minimum_memory"] > 0
+    assert data.failure == "data_parallel_2: out of memory"
+    assert tensor.ratios == {"tensor_parallel_2": 0.5}
+
+
+def test_what_is_compared_with_one_process_needs_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
+    parts, layouts = measured(monkeypatch, model, failing="one_process")
+    assert [bool(part.failure) for part in parts] == [True, True, True, False]
+    assert "nothing to compare with" in parts[2].failure
+    assert layouts == [("one_process", True), ("one_even", False), ("tensor_parallel_2", False)]
+    assert parts[3].details["tensor_parallel_2"]["heads"] == [2, 2]
 
 
 @pytest.mark.parametrize(

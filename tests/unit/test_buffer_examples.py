@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from invrl.buffer.admission import admission_limit
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS, group_filter_function, nonzero_variance
 from invrl.buffer.ledger import Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
@@ -80,8 +80,8 @@ def make(
     source: Iterator[Task] | None = None,
     group_filter: GroupFilter = GROUP_FILTERS["none"],
     entries: list[LedgerEntry] | None = None,
-) -> Buffer:
-    return Buffer(
+) -> GroupBuffer:
+    return GroupBuffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
         RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
         tasks=source if source is not None else tasks(),
@@ -90,19 +90,19 @@ def make(
     )
 
 
-def lease_all(buffer: Buffer) -> list[GroupLease]:
+def lease_all(buffer: GroupBuffer) -> list[GroupLease]:
     leases = []
     while (lease := buffer.lease()) is not None:
         leases.append(lease)
     return leases
 
 
-def complete(buffer: Buffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
+def complete(buffer: GroupBuffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
     for index in range(group):
         buffer.record(summary(group_id, index, reward=float(index), oldest=oldest, newest=newest))
 
 
-def values(buffer: Buffer) -> dict[str, float]:
+def values(buffer: GroupBuffer) -> dict[str, float]:
     return resolve(buffer.metrics())
 
 
@@ -295,7 +295,7 @@ def test_a_users_filter_keeps_its_own_word(group_filter: GroupFilter, word: str)
     complete(buffer, "g0")
     assert values(buffer)[f"groups_dropped/filtered/{word}"] == 1
     assert {(e.reason, e.detail) for e in entries if e.reason} == {(DropReason.FILTERED, word)}
-    assert buffer.dropped == {f"filtered/{word}": 1}
+    assert buffer.events.dropped == {f"filtered/{word}": 1}
 
 
 def test_a_group_without_a_trained_token_is_dropped() -> None:

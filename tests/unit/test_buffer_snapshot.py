@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
 
-from invrl.buffer.buffer import Buffer
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_incarnations, read_ledger
 from invrl.buffer.open_group import RolloutState
@@ -18,13 +18,13 @@ from invrl.errors import BufferStateError
 from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
 
 
-def through_bytes(buffer: Buffer, trained: int) -> BufferSnapshot:
+def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
     return msgspec.json.decode(
         msgspec.json.encode(buffer.snapshot(WeightVersion(trained))), type=BufferSnapshot
     )
 
 
-def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.Random) -> TakenBatch:
+def play(buffer: GroupBuffer, pending: list[GroupLease], step: int, *, draw: random.Random) -> TakenBatch:
     """One step of a loop whose rollouts fail now and then. `pending`: leases without an outcome."""
     while (batch := buffer.take()) is None:
         pending.extend(lease_all(buffer))
@@ -48,7 +48,7 @@ def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.R
     return batch
 
 
-def go_on(buffer: Buffer, version: int) -> None:
+def go_on(buffer: GroupBuffer, version: int) -> None:
     buffer.advance(WeightVersion(version))
 
 
@@ -88,7 +88,7 @@ def test_a_restored_buffer_repeats_what_the_first_one_does(staleness: int, stop_
         check_states([*kept, *again])
 
 
-def in_flight(buffer: Buffer) -> set[Place]:
+def in_flight(buffer: GroupBuffer) -> set[Place]:
     return {
         Place(f"g{group.number}", index, attempt)
         for group in buffer.snapshot(WeightVersion(0)).in_flight
@@ -101,7 +101,7 @@ def place_of(lease: GroupLease, member) -> Place:
     return Place(lease.group_id, member.index, member.attempt)
 
 
-def through_bytes_of_open(first: Buffer, second: Buffer, trained: int) -> BufferSnapshot:
+def through_bytes_of_open(first: GroupBuffer, second: GroupBuffer, trained: int) -> BufferSnapshot:
     """The second buffer's snapshot with the members that were in flight in flight again: what it restored."""
     lease_again = [buffer.snapshot(WeightVersion(trained)) for buffer in (first, second)]
     assert [g.finished for g in lease_again[1].in_flight] == [g.finished for g in lease_again[0].in_flight]

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
@@ -86,7 +86,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.staleness, self.batch_size, self.group_size = staleness, batch, group
         self.max_attempts, self.over = attempts, over
         self.entries: list[LedgerEntry] = []
-        self.buffer = Buffer(
+        self.buffer = GroupBuffer(
             BufferConfig(max_staleness=staleness, over_sampling_groups=over),
             RolloutConfig(
                 rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts
@@ -208,11 +208,11 @@ class BufferMachine(RuleBasedStateMachine):
         earlier = {place: max(0, place.attempt - 1) for place in sampled if place.attempt}
         told = [(Place(place.group_id, place.index, attempt), 0) for place, attempt in earlier.items()]
         told += sampled.items()
-        stale_before = self.buffer.dropped["stale"]
+        stale_before = self.buffer.events.dropped["stale"]
         self.buffer.note_sampled(
             SampledSoFar(place=place, oldest_version=WeightVersion(oldest)) for place, oldest in told
         )
-        assert self.buffer.dropped["stale"] == stale_before + len(too_old)
+        assert self.buffer.events.dropped["stale"] == stale_before + len(too_old)
         self.every_place_moves_forward_and_ends_once()
         for place in running:
             dropped = self.last[place].state is RolloutState.DROPPED
@@ -331,7 +331,7 @@ def test_a_run_with_losses_trains_every_step_within_the_bound(staleness: int, ov
     """Fifty steps with a third of the rollouts failing or equal, the engine always one lease behind: no
     step starves, no group waits longer than the bound, and every drop has its reason."""
     entries: list[LedgerEntry] = []
-    buffer = Buffer(
+    buffer = GroupBuffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
         RolloutConfig(rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks=endless_tasks(),

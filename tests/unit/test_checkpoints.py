@@ -15,11 +15,12 @@ from crash_at import CrashAt
 from test_run_folder import config
 
 from invrl.errors import ConfigError
+from invrl.file_entry import FileEntries
 from invrl.run.checkpoint import Checkpoint, first_checkpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.folder import make_run_folder
 from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
-from invrl.types import FileEntries, TrainBatch, TrainSample, WeightVersion
+from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 
 def fill(checkpoint: Checkpoint, text: str) -> None:

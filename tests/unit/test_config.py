@@ -201,7 +201,10 @@ def test_the_tree_is_frozen() -> None:
         ),
         (["--eval-modes", "sampled,beam"], "rollout.eval_modes", "'greedy'", "eval_modes"),
         (["--eval-modes="], "rollout.eval_modes", "at least 1", "eval_modes"),
-        (["--max-new-tokens", "16384"], "rollout.max_new_tokens", "KV cache", "--engine-max"),
+        (
+            ["--max-new-tokens", "900", "--engine-max-total-tokens", "900"],
+            "rollout.max_new_tokens", "KV cache", "--engine-max",
+        ),
         (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
         (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),
         (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),

@@ -25,9 +25,10 @@ def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
     for block in blocks:
         keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
         count = block.end - block.start
-        mask_QK = np.tri(count, dtype=bool) if block.mask_QK is None else block.mask_QK
+        mask_QK = block.mask_QK
+        if mask_QK is None:
+            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
         assert mask_QK.shape == (count, len(keys_K))
-        assert block.mask_QK is not None or len(block.prefix_K) == 0
         seen += [set(keys_K[mask_K].tolist()) for mask_K in mask_QK]
     return seen
 
@@ -44,8 +45,7 @@ def test_the_ranks_queries_see_what_those_of_one_rank_do(
     layout: str, data: list[Row], ranks: int, multiple: int, window: int | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("DENSE_TREE_TOKENS", "QUERY_CHUNK"), LAYOUTS[layout], strict=True):
-            patch.setattr(packing, name, value)
+        patch.setattr(packing, "DENSE_TREE_TOKENS", LAYOUTS[layout])
         (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     shares = shares_of(micro_batch, ranks, multiple)
     padded = shares[0].micro_batch

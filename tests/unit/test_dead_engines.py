@@ -46,7 +46,7 @@ class FakeServer:
     made: ClassVar[list[FakeServer]] = []
     may_be_ready = threading.Event()
 
-    def __init__(self, name: str, config: EngineConfig, *, model_path: Path, run_folder: Path, passthrough):
+    def __init__(self, name: str, config: EngineConfig, *, model_path: Path, run_folder: Path, **_: object):
         self.name = name
         self.url = f"http://{name}-{len(self.made)}"
         self.api_key = self.admin_key = "key"
@@ -94,6 +94,7 @@ class FakeRouter:
 
     def __init__(self, *, address: object = None, **_: object) -> None:
         self.address = address or self.Address()
+        self.engine_api_key = None
         self.log = Path("router.log")
         self.pid = os.getpid()
         self.urls: set[str] = set()

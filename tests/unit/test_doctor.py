@@ -19,6 +19,7 @@ from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 from invrl.cli import main as cli
 from invrl.cli.checks import machine as machine_facts
+from invrl.cli.checks import machine_checks
 from invrl.cli.checks.checklist import check_before_start, checks_of
 from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
@@ -27,7 +28,9 @@ from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
 from invrl.train.config import TrainConfig
+from invrl.train.hf_config import read_hf_config
 from invrl.train.memory import MemoryBudget
+from invrl.train.model_size import ModelSize
 
 CHECKS = ["configuration", *(check.name for check in checks_of("doctor", resolve()))]
 HEALTHY = Machine(
@@ -386,7 +389,8 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     assert findings["model folder"][0].status is FAILED
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
     needing = ["trainable model", "reference model", "servable model", "engine for the model", "row length"]
-    assert skipped == ["chat template", *needing, "megatron options", "longest conversation"]
+    beside = ["megatron options", "trainer kernels", "longest conversation"]
+    assert skipped == ["chat template", *needing, *beside]
     assert cli.main(["doctor", *plot.arguments]) == 1
     assert (
         "skipped  chat template: not checked: the check of the model folder failed\n"
@@ -426,6 +430,7 @@ def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
         has_reference=False,
         served_dtype="bfloat16",
         megatron={},
+        copies_checkpoints=False,
         on_cuda=True,
     )
     full = budget.largest(100).total
@@ -475,6 +480,19 @@ def test_the_real_machine_is_looked_at_and_failures_are_exit_code_1(
     assert [line.split()[1] for line in failed][:2] == ["configuration:", "configuration:"]
     assert all("Fix: " in line for line in failed)
     assert last == f"{len(lines)} checks, {len(failed)} failed"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_copies_of_checkpoints_are_counted(plot: Plot, gpus: int) -> None:
+    """Once for all ranks: one checkpoint is written at a time, and each number by one rank."""
+    machine = replace(plot.machine, gpus=gpus, gpu_memory_bytes=80 * 10**9)
+    plot.flags["--data-parallel-size"] = "2"
+    needed: list[float] = []
+    for more in ([], ["--async-checkpoints"]):
+        config = resolve(*parse_flags([*plot.arguments, *more]))
+        needed.append(machine_checks._needed_memory(config, machine))
+    size = ModelSize.of(plot.model, read_hf_config(plot.model))
+    assert needed[1] - needed[0] == pytest.approx(16 * size.total)
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -22,8 +22,8 @@ from test_gateway_turns import renderer as renderer
 from test_rollout_dispatcher import HeldPool, Leases, Opener, dispatcher, until
 from test_rollout_worker_pool import FakeWorker, assignment, given, reasons, started_pool
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
@@ -44,8 +44,8 @@ INCOMPLETE_G0 = DroppedGroup(group_id="g0", reason=DropReason.INCOMPLETE)
 # ------------------------------------------------------------------ the state machine and its actor
 
 
-def make_buffer(entries: list[LedgerEntry], *, attempts: int = 1, batch: int = 2) -> Buffer:
-    return Buffer(
+def make_buffer(entries: list[LedgerEntry], *, attempts: int = 1, batch: int = 2) -> GroupBuffer:
+    return GroupBuffer(
         BufferConfig(max_staleness=0),
         RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=3, rollout_max_attempts=attempts),
         tasks=(Task(id=f"t{n}", payload={}) for n in itertools.count()),
@@ -70,7 +70,7 @@ def test_an_incomplete_group_is_named_with_its_reason_once() -> None:
     assert {entry.place.index: entry.state for entry in entries} == dict.fromkeys(
         range(3), RolloutState.DROPPED
     )
-    assert buffer.failed == {"timeout": 1}, "a cancelled rollout is no failure"
+    assert buffer.events.failed == {"timeout": 1}, "a cancelled rollout is no failure"
 
 
 def test_a_group_that_becomes_stale_is_named_and_one_that_had_ended_is_not() -> None:
@@ -412,7 +412,7 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
 class Held:
     """The state machine as the driver holds it."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: GroupBuffer) -> None:
         self.buffer = buffer
 
     async def lease(self) -> GroupLease | None:
@@ -427,7 +427,7 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def offering(gateway: Running, folder: Path, entries: list[LedgerEntry]) -> AsyncIterator[Buffer]:
+async def offering(gateway: Running, folder: Path, entries: list[LedgerEntry]) -> AsyncIterator[GroupBuffer]:
     buffer = make_buffer(entries, batch=1)
     path = folder / "run.db"
     offers = ExternalDispatcher(

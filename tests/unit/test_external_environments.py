@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from test_rollout_dispatcher import until
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import ExternalDispatcher
@@ -93,7 +93,7 @@ def test_members_take_the_places_of_their_leases_all_or_none_and_once(tmp_path: 
 class Held:
     """The state machine as the driver holds it."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: GroupBuffer) -> None:
         self.buffer = buffer
         self.error: Exception | None = None
 
@@ -111,7 +111,7 @@ class Held:
 
 
 async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path: Path) -> None:
-    buffer = Buffer(
+    buffer = GroupBuffer(
         BufferConfig(),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
@@ -133,7 +133,7 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
     assert [one.group_id for one in taken] == ["g0", "g1"]
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
-    await until(lambda: buffer.failed == {"timeout": 2})
+    await until(lambda: buffer.events.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
     assert (again[-1].group_id, again[-1].members) == ("g0", (M(index=0, attempt=1), M(index=1, attempt=1)))

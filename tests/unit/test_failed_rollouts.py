@@ -17,10 +17,10 @@ from test_buffer_examples import failure, make, summary, tasks
 from test_gateway_turns import ENV_KEY, Running, model, renderer, running
 
 from invrl.algorithms.advantages import advantage_function
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, with_failure_reward
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
@@ -52,8 +52,8 @@ def failing(
     return replace(failure(group, index, attempt), reason=reason, partial=whole if tokens else None)
 
 
-def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> Buffer:
-    return Buffer(
+def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> GroupBuffer:
+    return GroupBuffer(
         BufferConfig(failure_reward=rules, group_filter="none"),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=3),
         tasks=tasks(),
@@ -75,7 +75,7 @@ def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() 
     assert batch is not None
     rewards = [(one.reward, one.failure) for one in batch.groups[0].rollouts_G]
     assert rewards == [(1.0, None), (-0.5, FailureReason.TIMEOUT)]
-    assert buffer.failed == {"timeout": 1}
+    assert buffer.events.failed == {"timeout": 1}
     values = resolved(buffer.metrics())
     assert values["failed_share/timeout"] == 0.5
     assert values["rollouts_counted/timeout"] == 1
@@ -103,7 +103,7 @@ def test_what_does_not_count(rule: str, tokens: int, places: int, dropped: dict[
     assert lease is not None
     again = [(one.index, one.attempt) for one in lease.members] if lease.group_id == "g0" else []
     assert again == [(1, 1)] * places
-    assert buffer.dropped == dropped
+    assert buffer.events.dropped == dropped
 
 
 def test_the_default_counts_what_the_policy_brings_about_and_nothing_else() -> None:
@@ -274,7 +274,7 @@ def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
     return replace(one, reason=FailureReason.BAD_RETURN, detail=text)
 
 
-async def actor_after(path: Path, most: int, record: Callable[[Buffer], None]) -> BufferActor:
+async def actor_after(path: Path, most: int, record: Callable[[GroupBuffer], None]) -> BufferActor:
     actor = BufferActor(
         BufferConfig(
             max_identical_failures=most, max_failures_at_start=0, max_staleness=50, group_filter="none"
@@ -292,7 +292,7 @@ async def actor_after(path: Path, most: int, record: Callable[[Buffer], None]) -
 
 
 async def test_a_run_whose_rollouts_all_fail_alike_ends_with_what_they_say(tmp_path: Path) -> None:
-    def fail(buffer: Buffer) -> None:
+    def fail(buffer: GroupBuffer) -> None:
         for number in range(12):
             buffer.record(
                 told(number, f"Traceback\n  line {number}\nTypeError: at 0x{number:x}: no 'x{number}'")
@@ -313,7 +313,7 @@ async def test_a_run_whose_rollouts_all_fail_alike_ends_with_what_they_say(tmp_p
 
 @pytest.mark.parametrize("between", ["a rollout that finished", "another failure", "no limit"])
 async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path: Path, between: str) -> None:
-    def fail(buffer: Buffer) -> None:
+    def fail(buffer: GroupBuffer) -> None:
         for number in range(24):
             if number == 12 and between == "a rollout that finished":
                 buffer.record(summary("g12", 0))
@@ -347,7 +347,7 @@ async def test_one_death_that_fails_many_rollouts_at_once_does_not_end_the_run(
 ) -> None:
     """A worker with hundreds of rollouts in it, or an engine, is replaced; the run goes on."""
 
-    def fail(buffer: Buffer) -> None:
+    def fail(buffer: GroupBuffer) -> None:
         for number in range(20):
             buffer.record(replace(told(number, "rollout worker 0 died"), reason=reason))
 
@@ -414,7 +414,7 @@ def test_the_first_failure_of_each_reason_is_told_at_once_with_its_line_of_user_
     assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
 
 
-def at_start(buffer: Buffer) -> None:
+def at_start(buffer: GroupBuffer) -> None:
     FailureLimits(identical=0, at_start=6).check(buffer.failure_report())
 
 
@@ -423,7 +423,7 @@ def broken(group: str, index: int, attempt: int = 0, reason: str = "exception") 
     return replace(one, reason=FailureReason(reason), detail=TRACEBACK)
 
 
-def leased(buffer: Buffer) -> None:
+def leased(buffer: GroupBuffer) -> None:
     while buffer.lease() is not None:
         pass
 
@@ -475,7 +475,7 @@ def test_the_reason_is_the_one_that_all_failed_for_though_a_worker_died_last() -
     "but", ["one finished", "another reason", "a worker died", "they count", "one counts"]
 )
 def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
-    buffer = Buffer(
+    buffer = GroupBuffer(
         BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
         RolloutConfig(rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3),
         tasks=tasks(),

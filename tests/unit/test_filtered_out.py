@@ -14,10 +14,10 @@ import pytest
 from test_buffer_examples import failure, lease_all, summary, tasks
 from test_loop import EmptyBatches, FixedSteps, Notes
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureReporter
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
 from invrl.metrics import resolve
@@ -45,8 +45,8 @@ def config(filtered_out: str = "end", batches: int = 3) -> BufferConfig:
     return BufferConfig.model_validate({"max_filtered_batches": batches, "filtered_out": filtered_out})
 
 
-def buffer_of(buffer_config: BufferConfig) -> Buffer:
-    return Buffer(
+def buffer_of(buffer_config: BufferConfig) -> GroupBuffer:
+    return GroupBuffer(
         buffer_config,
         ROLLOUT,
         tasks=tasks(),
@@ -54,7 +54,7 @@ def buffer_of(buffer_config: BufferConfig) -> Buffer:
     )
 
 
-def finish(buffer: Buffer, *rewards: tuple[float, float]) -> None:
+def finish(buffer: GroupBuffer, *rewards: tuple[float, float]) -> None:
     """Groups that are leased now end with these rewards."""
     for pair in rewards:
         leased = lease_all(buffer)
@@ -109,7 +109,7 @@ def test_a_filter_with_a_bug_is_told_at_once_with_its_line() -> None:
     def misspelt(group: Group) -> str | None:
         return {"keep": None}["kep"]
 
-    buffer = Buffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
+    buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
     finish(buffer, *[(0.0, 1.0)] * 6)
     told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
     assert len(told) == 1
@@ -129,7 +129,7 @@ def test_an_error_that_cannot_be_shown_is_data_too() -> None:
     def raising(group: Group) -> str | None:
         raise Unshowable
 
-    buffer = Buffer(config(), ROLLOUT, tasks=tasks(), group_filter=raising)
+    buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=raising)
     finish(buffer, (0.0, 1.0))
     assert "a Unshowable that cannot be shown" in buffer.failure_report().firsts["group_filter"]
 
@@ -139,7 +139,7 @@ def test_a_task_source_with_a_bug_names_its_line() -> None:
         yield Task(id="t", payload={})
         raise KeyError("no such file")
 
-    buffer = Buffer(config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None)
+    buffer = GroupBuffer(config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None)
     lease_all(buffer)
     text = wait_message(CurrentPhase(), buffer.wait_report(), DEADLINES)
     assert "there are no more tasks: the task source raised KeyError: 'no such file' (at " in text
@@ -234,7 +234,7 @@ def test_every_half_minute_without_a_step_something_is_due() -> None:
     assert MESSAGE_INTERVAL_S == 30
 
 
-def waiting(buffer: Buffer, deadlines: Deadlines = DEADLINES) -> str:
+def waiting(buffer: GroupBuffer, deadlines: Deadlines = DEADLINES) -> str:
     clock = Clock()
     phase = CurrentPhase(clock)
     phase.phase("rollout", 7)

@@ -22,8 +22,8 @@ import openai
 import pytest
 
 from invrl.algorithms.advantages import ADVANTAGES
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
@@ -310,7 +310,7 @@ class Loop:
         self.version = 0
         self.count = self.batches = self.rows = 0
         tasks = (Task(id=f"t{n}", payload={}) for n in itertools.count())
-        self.buffer = Buffer(
+        self.buffer = GroupBuffer(
             BufferConfig(max_staleness=8, over_sampling_groups=AT_ONCE),
             RolloutConfig(rollout_batch_size=BATCH, n_samples_per_prompt=GROUP, rollout_max_attempts=3),
             tasks=tasks,

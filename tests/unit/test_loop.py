@@ -8,13 +8,14 @@ from collections.abc import Mapping
 
 import pytest
 
+from invrl.file_entry import FileEntries
 from invrl.interfaces import StepResult
 from invrl.metrics import Max, Metric, resolve
 from invrl.observe.sinks import Sink
 from invrl.observe.step_metrics import time_metrics
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
-from invrl.types import FileEntries, GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 
 class Notes(Sink):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from invrl.errors import ConfigError
 from invrl.train.config import TrainConfig
@@ -44,6 +45,9 @@ def test_values_take_the_fields_own_types() -> None:
         ("softmax_type", "off-by-one", "config.json"),
         ("calculate_per_token_loss", False, "training step"),
         ("overlap_param_gather", True, "go to the engines"),
+        ("expert_tensor_parallel_size", 2, "save every expert whole"),
+        ("optimizer_cpu_offload", True, "needs TransformerEngine"),
+        ("optimizer_offload_fraction", 0.5, "--data-parallel-size"),
         ("tensor_model_parallel_size", 2, "--tensor-model-parallel-size"),
         ("sequence_parallel", True, "--tensor-model-parallel-size"),
         ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
@@ -66,6 +70,36 @@ def test_refusals_name_the_way_out(name: str, value: Scalar, told: str) -> None:
         check_megatron_options({name: value})
     assert told in str(caught.value)
     assert "--megatron-" + name.replace("_", "-") in str(caught.value)
+
+
+def test_megatron_has_no_optimizer_in_main_memory_that_loads_its_state() -> None:
+    """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may have it."""
+    from invrl.train import device
+
+    device.prepare()
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    master_weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = HybridDeviceOptimizer(
+        [master_weight],
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,  # as Megatron always sets it
+        lr=1e-3,
+    )
+    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4), "step": torch.tensor(1.0)}
+    optimizer.state[master_weight] = {**moments, "master_param": torch.ones(4)}
+    with pytest.raises(KeyError):
+        optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(TypeError):  # it compares the version of TransformerEngine, which has none
+        OptimizerConfig(
+            optimizer="adam",
+            bf16=True,
+            use_distributed_optimizer=True,
+            optimizer_cpu_offload=True,
+            use_precision_aware_optimizer=True,
+        )
 
 
 ACCEPTED: dict[str, Scalar] = {
@@ -149,13 +183,13 @@ def test_recomputation_that_would_fail_in_the_first_step_is_refused(
     options: dict[str, Scalar], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        check_megatron_options(options, num_layers=12, layers_of_chunk=6)
+        check_megatron_options(options, num_layers=12, chunk_sizes=[6, 4])
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
 def test_units_of_recomputation_that_divide_a_chunk_are_accepted(num_layers: int) -> None:
-    check_megatron_options(UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, layers_of_chunk=6)
+    check_megatron_options(UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, chunk_sizes=[6])
 
 
 def test_a_field_that_invrl_sets_names_a_flag_that_exists() -> None:

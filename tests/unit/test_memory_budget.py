@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ from family_models import make_family_model
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 
-from invrl.train import device, logprobs, memory
+from invrl.train.activations import LayerActivations, Recomputation
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget, MemoryEstimate, saved_bytes
+from invrl.train.memory import MemoryBudget, MemoryEstimate
 from invrl.train.model_size import ModelSize
 
 
@@ -23,14 +25,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def budget(
-    model: Path, *, on_cuda: bool = False, has_reference: bool = False, recompute: str = "", **train: object
+    model: Path,
+    *,
+    on_cuda: bool = False,
+    has_reference: bool = False,
+    megatron: Mapping[str, object] | None = None,
+    copies_checkpoints: bool = False,
+    **train: object,
 ) -> MemoryBudget:
     return MemoryBudget.of(
         TrainConfig.model_validate(train),
         model,
         has_reference=has_reference,
         served_dtype="bfloat16",
-        megatron={"recompute-granularity": recompute} if recompute else {},
+        megatron=megatron or {},
+        copies_checkpoints=copies_checkpoints,
         on_cuda=on_cuda,
     )
 
@@ -51,6 +60,7 @@ def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path)
     assert whole.optimizer == 8 * size.total
     assert estimated(model, has_reference=True).weights == 2 * half.weights
     parts = (half.weights, half.gradients, half.optimizer, half.step, half.heap, half.staging, half.process)
+    assert half.copy == 0
     assert half.total == pytest.approx(sum(parts))
     assert str(half).startswith(f"{half.total / 1e9:.2f} GB a rank (weights ")
 
@@ -101,12 +111,136 @@ def test_loading_a_checkpoint_counts_where_it_takes_more_than_a_step(model: Path
     assert one.step < one.optimizer
 
 
+@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
+def test_a_checkpoint_written_beside_training_is_held_by_the_ranks_that_write(
+    model: Path, dtype: str, item: int
+) -> None:
+    """Weights, master weights and moments on each part's first rank; the model for Hugging Face on one."""
+    number = ModelSize.of(model, read_hf_config(model)).total
+    alone = budget(model, copies_checkpoints=True, train_dtype=dtype)
+    assert alone.copy_bytes == (2 * item + 12) * number
+    plain = estimated(model, train_dtype=dtype)
+    assert alone.largest().copy == alone.copy_bytes
+    assert alone.largest().total == plain.total + alone.copy_bytes
+    halves = budget(model, copies_checkpoints=True, train_dtype=dtype, tensor_model_parallel_size=2)
+    assert halves.largest().copy == (item + 12) * number / 2 + item * number
+    assert halves.copy_bytes == alone.copy_bytes
+    stages = budget(
+        model, copies_checkpoints=True, train_dtype=dtype, pipeline_model_parallel_size=2
+    ).stages()
+    assert sum(stage.copy for stage in stages) == alone.copy_bytes
+    on_gpu = budget(model, copies_checkpoints=True, train_dtype=dtype, on_cuda=True)
+    assert on_gpu.largest().copy == 0
+    assert on_gpu.copy_bytes == alone.copy_bytes
+
+
+def test_a_checkpoint_is_loaded_before_another_is_copied(model: Path) -> None:
+    replicas = {"data_parallel_size": 2, "max_tokens_per_microbatch": 1}
+    one = estimated(model, max_tokens_per_microbatch=1)
+    copying = estimated(model, copies_checkpoints=True, **replicas)
+    assert copying.step == one.step
+    assert copying.step + copying.copy > estimated(model, **replicas).step
+
+
 def test_a_step_follows_its_tokens(model: Path) -> None:
     steps = [estimated(model, max_tokens_per_microbatch=tokens).step for tokens in (1000, 2000, 4000)]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
     assert steps[2] == pytest.approx(4 * steps[0], rel=0.3)  # a block of logits is bounded
-    assert estimated(model, recompute="full").step < estimated(model).step
-    assert estimated(model, recompute="selective").step == estimated(model).step
+
+
+def layer_of(**sizes: float) -> LayerActivations:
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(LayerActivations)), 0.0)
+    return LayerActivations(**fields | sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "backward"),
+    [
+        ({}, 100 + 100 + 100 + 200, 200),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 4 * 10, 200 + 200),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+            2 * 10,
+            200 + 300,
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+            3 * 10 + 200,
+            200 + 100,
+        ),
+        ({"recompute_granularity": "selective"}, 500 - 4 * (30 - 5), 200),
+        ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, 500 - 3 * 40, 200),
+        ({"recompute_granularity": "selective", "recompute_modules": "mlp, moe"}, 500 - 3 * 40 - 140, 200),
+        ({"recompute_granularity": "selective", "recompute_modules": "shared_experts"}, 500 - 20, 200),
+    ],
+)
+def test_what_is_computed_again_is_not_kept(options: dict[str, object], kept: float, backward: float) -> None:
+    """Three layers of 100 bytes and one with experts of 200."""
+    dense = layer_of(layer_input=10, core_attention=30, core_attention_recomputed=5, dense_mlp=40, rest=20)
+    experts = layer_of(
+        layer_input=10,
+        core_attention=30,
+        core_attention_recomputed=5,
+        shared_experts=20,
+        routed_experts=120,
+        rest=20,
+    )
+    assert (dense.total, experts.total) == (100, 200)
+    chunk = [dense, dense, dense, experts]
+    recomputation = Recomputation.of(options)
+    assert (recomputation.kept(chunk), recomputation.backward(chunk)) == (kept, backward)
+
+
+def test_options_of_recomputation_reach_the_estimate(model: Path) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    selective = {"recompute_granularity": "selective", "recompute_modules": "core_attn,mlp"}
+    tokens = 100_000
+    steps = [
+        estimated(model, megatron=options, max_tokens_per_microbatch=tokens).step
+        for options in (full, selective, {})
+    ]
+    assert steps == sorted(steps)
+    assert len(set(steps)) == 3
+
+
+@pytest.mark.parametrize(
+    ("placement", "kept", "in_pass"),
+    [("device", 1.0, 0.0), ("cpu", 0.0, 1.0), ("cpu_by_layer", 0.0, None)],
+)
+def test_the_reference_is_where_it_is_placed(
+    model: Path, placement: str, kept: float, in_pass: float | None
+) -> None:
+    """On a GPU, where a micro-batch of one token adds next to nothing."""
+    size = ModelSize.of(model, read_hf_config(model))
+    settings: dict[str, Any] = {"on_cuda": True, "max_tokens_per_microbatch": 1}
+    without = estimated(model, **settings)
+    placed = estimated(model, has_reference=True, reference_placement=placement, **settings)
+    assert placed.weights == without.weights + kept * 2 * size.total
+    brought = 2 * size.total * in_pass if in_pass is not None else 0.0
+    if in_pass is None:
+        brought = 2 * (size.total - sum(size.by_layer) + max(size.by_layer))
+    assert placed.step == pytest.approx(max(without.step, brought), rel=0.1)
+
+
+def test_on_a_cpu_the_reference_by_layer_stays_in_the_files_dtype(tmp_path: Path) -> None:
+    """The files are bfloat16, the training float32: half as much, and one layer at a time in float32."""
+    folder = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    size = ModelSize.of(folder, read_hf_config(folder))
+    whole = estimated(folder, has_reference=True, train_dtype="float32")
+    by_layer = estimated(
+        folder, has_reference=True, train_dtype="float32", reference_placement="cpu_by_layer"
+    )
+    assert whole.weights == 2 * 4 * size.total
+    assert by_layer.weights == (4 + 2) * size.total
+
+
+def test_replayed_experts_take_columns_of_every_layer(tmp_path: Path) -> None:
+    """Four chosen experts: int16 in three layers, and twice int64 in the two layers that have experts."""
+    model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3)
+    tokens = 1000
+    plain = estimated(model, max_tokens_per_microbatch=tokens)
+    replayed = estimated(model, max_tokens_per_microbatch=tokens, routing_replay="engine")
+    assert replayed.step - plain.step == pytest.approx(tokens * 4 * (2 * 3 + 16 * 2))
 
 
 def test_the_estimate_of_a_run_is_for_its_largest_micro_batch(model: Path) -> None:
@@ -140,7 +274,7 @@ def test_a_stage_keeps_the_micro_batches_that_are_under_way(tmp_path: Path) -> N
     keeps 2 * 3 + 4 + 1 chunks of one layer."""
     folder = make_tiny_model(tmp_path / "model", layers=8)
     config = read_hf_config(folder)
-    layer = saved_bytes(config, 0, 2, on_cuda=False)
+    layer = LayerActivations.of(config, 0, 2, on_cuda=False).total
     tokens = 1000
     plain = budget(folder, pipeline_model_parallel_size=4, max_tokens_per_microbatch=tokens).stages()
     for stage, in_flight in enumerate((4, 3, 2)):
@@ -158,13 +292,7 @@ def test_a_gpu_stages_nothing_and_computes_attention_in_half(model: Path) -> Non
     assert estimated(model, on_cuda=True).staging == 0
     assert estimated(model, on_cuda=True).heap == 0
     config = read_hf_config(model)
-    assert memory.saved_bytes(config, 0, 2, on_cuda=True) < memory.saved_bytes(config, 0, 2, on_cuda=False)
-    assert memory.saved_bytes(config, 0, 4, on_cuda=True) == memory.saved_bytes(config, 0, 4, on_cuda=False)
-
-
-def test_what_is_written_twice_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate imports no torch, so it repeats what the trainer is built with."""
-    assert memory._KEPT_LOGITS_BYTES == logprobs._KEPT_BYTES
-    for name, on_cuda in (("cpu", False), ("cuda", True)):
-        monkeypatch.setattr(device, "on_cuda", lambda on_cuda=on_cuda: on_cuda)
-        assert memory._BLOCK_BYTES[name] == device.logit_block_bytes()
+    half = [LayerActivations.of(config, 0, 2, on_cuda=on_cuda).total for on_cuda in (True, False)]
+    assert half[0] < half[1]
+    whole = [LayerActivations.of(config, 0, 4, on_cuda=on_cuda).total for on_cuda in (True, False)]
+    assert whole[0] == whole[1]

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,8 +21,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tiny_model import Family, tensor_shapes
 
+from invrl.cli.checks.machine import look_at_machine
+from invrl.cli.checks.model_checks import check_engine_here, check_trainable
 from invrl.errors import ConfigError
 from invrl.model_folder import check_model_folder
+from invrl.run.config import Source, resolve
 from invrl.train import families
 from invrl.train.config import TrainConfig
 from invrl.train.families.parameter import Fusion, join, split
@@ -117,8 +121,29 @@ def test_every_part_of_invrl_knows_the_same_families() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     rows = [row for row in rows if row[0] != "model_type"]
     assert dict(rows) == {name: family.models for name, family in FAMILIES.items()}, "docs/models.md"
+    tested_on = (ROOT / "docs" / "tested-on.md").read_text()
+    engine_tests = (ROOT / "tests" / "integration" / "test_family_engines.py").read_text()
     for name, family in FAMILIES.items():
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] == family.architecture
+        assert f"`{name}`" in tested_on, "docs/tested-on.md"
+        has_engine_test = f'"{name}"' in engine_tests or name in NAMES
+        assert has_engine_test or family.not_served_on_cpu, "tests/integration/test_family_engines.py"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_doctor_names_the_family_and_says_where_it_is_served(tmp_path: Path, model_type: str) -> None:
+    family = FAMILIES[model_type]
+    (tmp_path / "config.json").write_text(json.dumps(config(model_type=model_type)))
+    run = resolve(Source(name="test", tables={"model": {"model_path": str(tmp_path)}}))
+    assert check_trainable(run) == f"{model_type} ({family.models})"
+    machine = look_at_machine()
+    check_engine_here(run, replace(machine, gpus=1))
+    if not family.not_served_on_cpu:
+        check_engine_here(run, replace(machine, gpus=0))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_engine_here(run, replace(machine, gpus=0))
+    assert caught.value.reason == family.not_served_on_cpu
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -83,6 +83,15 @@ def test_a_run_that_was_ended_is_gone_on_with(config: Config, folder: RunFolder)
     assert served.model.name == "capitals"
 
 
+def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(config: Config, folder: RunFolder) -> None:
+    older, newer = save(folder, 2), save(folder, 4)
+    folder.store_path.write_bytes(b"")
+    newer.rename(newer.with_name("step-000004.damaged"))
+    assert "continue from step 2" in describe_next(config, folder, finished=False)
+    older.rename(older.with_name("step-000002.damaged"))
+    assert list(by_name(describe_next(config, folder, finished=False))) == ["samples"]
+
+
 @pytest.mark.parametrize(("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")])
 def test_train_prints_them_whatever_ended_it(
     config: Config,

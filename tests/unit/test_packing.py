@@ -14,12 +14,8 @@ from invrl.train.packing import pack
 from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
-LAYOUTS = {
-    "one mask per tree": (10_000, 1024),
-    "one call per branch": (0, 1024),
-    "branches in chunks": (0, 2),
-    "both": (8, 3),
-}
+LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}
+"""Up to how many tokens a tree is under one mask."""
 
 
 @st.composite
@@ -45,11 +41,24 @@ def visible(micro_batch: MicroBatch) -> list[np.ndarray]:
         assert block.start == len(seen), "blocks tile the row"
         keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
         count = block.end - block.start
-        mask_QK = np.tri(count, dtype=bool) if block.mask_QK is None else block.mask_QK
+        mask_QK = block.mask_QK
+        if mask_QK is None:
+            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
         assert mask_QK.shape == (count, len(keys_K))
         seen += [keys_K[mask_Q] for mask_Q in mask_QK]
     assert len(seen) == len(micro_batch.tokens_P) == len(micro_batch.positions_P)
     return [places[np.argsort(micro_batch.positions_P[places])] for places in seen]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@given(data=rows(), more=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_what_sees_a_token_ends_with_its_last_descendant(share: bool, data: list[Row], more: int) -> None:
+    for packed in pack(data, max_tokens=1000, share_prefixes=share):
+        micro_batch = packed.padded_to(len(packed.tokens_P) + more)
+        for place, ancestors in enumerate(visible(micro_batch)):
+            is_seen = micro_batch.ends_P[: place + 1] > place
+            assert np.flatnonzero(is_seen).tolist() == sorted(ancestors.tolist())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,8 +69,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     layout: str, share: bool, data: list[Row], max_tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("DENSE_TREE_TOKENS", "QUERY_CHUNK"), LAYOUTS[layout], strict=True):
-            patch.setattr(packing, name, value)
+        patch.setattr(packing, "DENSE_TREE_TOKENS", LAYOUTS[layout])
         micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
     seen: dict[int, np.ndarray] = {}
     for micro_batch in micro_batches:
@@ -153,20 +161,6 @@ def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
         expected = np.zeros_like(value)
         expected[row.wanted_N] = value[row.wanted_N]
         assert (placed == expected).all()
-
-
-def test_a_long_branch_never_needs_a_mask_of_its_square() -> None:
-    prompt = np.zeros(3000, np.int32)
-    tails = [np.full(3000, tail, np.int32) for tail in (1, 2)]
-    data = [
-        Row(tokens_T=np.concatenate([prompt, tail]), wanted_N=np.arange(3000, 6000), temperature=1.0)
-        for tail in tails
-    ]
-    (micro_batch,) = pack(data, max_tokens=100_000, share_prefixes=True)
-    masks = [block.mask_QK.size for block in micro_batch.blocks if block.mask_QK is not None]
-    assert len(micro_batch.tokens_P) == 3000 + 2 * 2999
-    assert masks
-    assert max(masks) <= packing.QUERY_CHUNK * 6000
 
 
 # ------------------------------------------------------------------ mini-batches and ranks

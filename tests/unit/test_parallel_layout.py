@@ -31,8 +31,18 @@ def test_the_settings_make_the_layout() -> None:
         data_parallel_size=3,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=5,
+        num_layers_in_first_pipeline_stage=10,
+        num_layers_in_last_pipeline_stage=15,
     )
-    assert train.layout == ParallelLayout(tensor=4, context=2, data=3, pipeline=2, virtual_pipeline=5)
+    assert train.layout == ParallelLayout(
+        tensor=4,
+        context=2,
+        data=3,
+        pipeline=2,
+        virtual_pipeline=5,
+        first_stage_layers=10,
+        last_stage_layers=15,
+    )
     assert train.layout.world_size == 48
     assert TrainConfig().layout.world_size == 1
 
@@ -96,7 +106,12 @@ def test_ranks_that_divide_experts_hold_one_copy(layout: ParallelLayout, copies:
         (ParallelLayout(data=2, expert=2), "qwen3", "no experts", "leave --expert-model-parallel-size out"),
         (ParallelLayout(data=3, expert=3), "qwen3_moe", "8 experts", "may be only 1"),
         (ParallelLayout(data=4, expert=8), "qwen3_moe", "4 ranks of a pipeline stage", "1, 2 or 4"),
-        (ParallelLayout(tensor=4, data=3, expert=6), "qwen3_moe", "the 4 of them", "1, 2, 4 or 12"),
+        (
+            ParallelLayout(tensor=4, data=3, expert=6),
+            "qwen3_moe",
+            "divide or be a multiple of 4, ",
+            "1, 2, 4 or 12",
+        ),
     ],
 )
 def test_expert_parallel_ranks_that_do_not_fit_are_refused(
@@ -113,11 +128,20 @@ def test_expert_parallel_ranks_that_do_not_fit_are_refused(
     assert fix in refused.value.fix
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 1), (2, 3), (3, 2)])
-def test_stages_have_the_layers_that_megatron_gives_them(stages: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "chunks", "first", "last"),
+    [
+        *[(1, 1, 0, 0), (3, 1, 0, 0), (2, 3, 0, 0), (3, 2, 0, 0)],
+        *[(2, 1, 0, 5), (2, 1, 9, 3), (4, 1, 4, 2), (4, 1, 0, 3), (3, 2, 4, 0), (3, 2, 4, 2), (2, 2, 0, 4)],
+    ],
+)
+def test_stages_have_the_layers_that_megatron_gives_them(
+    stages: int, chunks: int, first: int, last: int
+) -> None:
     from invrl.train import device
 
     device.prepare()
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -127,9 +151,14 @@ def test_stages_have_the_layers_that_megatron_gives_them(stages: int, chunks: in
         num_attention_heads=4,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers_in_first_pipeline_stage=first or None,
+        num_layers_in_last_pipeline_stage=last or None,
         pipeline_dtype=torch.float32,
     )
-    layout = ParallelLayout(pipeline=stages, virtual_pipeline=chunks)
+    layout = ParallelLayout(
+        pipeline=stages, virtual_pipeline=chunks, first_stage_layers=first, last_stage_layers=last
+    )
+    sizes: set[int] = set()
     for stage in range(stages):
         offsets = [
             get_transformer_layer_offset(config, chunk if chunks > 1 else None, stage)
@@ -137,7 +166,10 @@ def test_stages_have_the_layers_that_megatron_gives_them(stages: int, chunks: in
         ]
         layers = layout.layers_of(stage, 12)
         assert [chunk_layers.start for chunk_layers in layers] == offsets
-        assert {len(chunk_layers) for chunk_layers in layers} == {12 // (stages * chunks)}
+        size = get_num_layers_to_build(config, 0 if chunks > 1 else None, stage)
+        assert {len(chunk_layers) for chunk_layers in layers} == {size}
+        sizes.add(size)
+    assert layout.chunk_sizes(12) == sizes
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -173,7 +205,43 @@ def test_a_model_that_nothing_divides(tmp_path: Path) -> None:
             ParallelLayout(pipeline=4),
             "train.pipeline_model_parallel_size",
             "6 layers",
+            "may be 1, 2, 3 or 6; or --num-layers-in-last-pipeline-stage 3 fits",
+        ),
+        (
+            ParallelLayout(pipeline=7),
+            "train.pipeline_model_parallel_size",
+            "6 layers",
             "--pipeline-model-parallel-size may be 1, 2, 3 or 6",
+        ),
+        (
+            ParallelLayout(pipeline=2, first_stage_layers=2, last_stage_layers=2),
+            "train.num_layers_in_last_pipeline_stage",
+            "have 4 of the model's 6 layers, and there is no other stage",
+            "--num-layers-in-last-pipeline-stage 4 fits",
+        ),
+        (
+            ParallelLayout(pipeline=3, first_stage_layers=1),
+            "train.num_layers_in_first_pipeline_stage",
+            "the 2 other pipeline stages cannot have equal parts of the 5 layers",
+            "--num-layers-in-first-pipeline-stage 2 fits",
+        ),
+        (
+            ParallelLayout(pipeline=2, last_stage_layers=6),
+            "train.num_layers_in_last_pipeline_stage",
+            "have 6 of the model's 6 layers, and other stages (1) need layers too",
+            "--num-layers-in-last-pipeline-stage 3 fits",
+        ),
+        (
+            ParallelLayout(last_stage_layers=6),
+            "train.num_layers_in_last_pipeline_stage",
+            "only one pipeline stage",
+            "set --pipeline-model-parallel-size",
+        ),
+        (
+            ParallelLayout(pipeline=2, virtual_pipeline=2, last_stage_layers=1),
+            "train.virtual_pipeline_model_parallel_size",
+            "the 5 layers of a pipeline stage",
+            "may be only 1",
         ),
         (
             ParallelLayout(pipeline=2, virtual_pipeline=2),

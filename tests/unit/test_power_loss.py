@@ -88,7 +88,7 @@ async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run
     assert [group.id for group in batch.groups] == ["g1"]
     ids = [rollout.session_id for group in batch.groups for rollout in group.rollouts_G]
     assert [len(one.trajectories) for one in RunStore(after).rollouts(ids)] == [1, 1]
-    assert actor._buffer.dropped == {"tokens_lost": 1}
+    assert actor._buffer.events.dropped == {"tokens_lost": 1}
     await actor.trained(batch.batch_id)
     await actor.advance(WeightVersion(2))
     writer = RunStoreWriter(after)
@@ -114,7 +114,7 @@ async def test_nothing_is_dropped_where_nothing_is_lost(tmp_path: Path) -> None:
         await actor.trained(batch.batch_id)
         await actor.advance(WeightVersion(version + 1))
     await actor.close()
-    assert actor._buffer.dropped == {}
+    assert actor._buffer.events.dropped == {}
     check_lineage(read_ledger(after), ended=True)
 
 

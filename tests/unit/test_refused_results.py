@@ -14,8 +14,8 @@ from aiohttp import web
 from test_gateway_turns import ENV_KEY, Running, model, renderer, running
 from test_rollout_dispatcher import HeldPool, Leases, Opener
 
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.errors import ConfigError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
@@ -278,7 +278,7 @@ def lone_surrogate_tasks() -> Any:
 
 
 async def test_a_task_that_json_does_not_carry_is_dropped_and_the_next_is_offered(tmp_path: Path) -> None:
-    buffer = Buffer(
+    buffer = GroupBuffer(
         BufferConfig(),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks=lone_surrogate_tasks(),
@@ -311,7 +311,7 @@ async def test_a_task_that_json_does_not_carry_is_dropped_and_the_next_is_offere
     await offers.guard(asyncio.wait_for(good_task(), 120))
     await offers.stop()
     store.close()
-    assert buffer.dropped == {"incomplete": 1}
+    assert buffer.events.dropped == {"incomplete": 1}
     assert all("task bad cannot be sent as JSON" in detail for detail in details)
 
 
@@ -328,21 +328,21 @@ def test_a_file_for_outside_environments_is_checked_before_the_run(tmp_path: Pat
 @pytest.mark.parametrize("word", ["\ud800", "x" * 65, "two\nlines"])
 def test_a_filter_s_word_that_neither_metrics_nor_the_ledger_take(word: str) -> None:
     buffer = filtered_by(lambda group: word)
-    assert buffer.dropped == {"filtered/filter_returned_no_word": 1}
+    assert buffer.events.dropped == {"filtered/filter_returned_no_word": 1}
 
 
 def test_a_filter_that_exits_drops_the_group() -> None:
     def leaves(group: Group) -> str | None:
         raise SystemExit(3)
 
-    assert filtered_by(leaves).dropped == {"filtered/filter_raised_SystemExit": 1}
+    assert filtered_by(leaves).events.dropped == {"filtered/filter_raised_SystemExit": 1}
 
 
-def filtered_by(group_filter: Callable[[Group], str | None]) -> Buffer:
+def filtered_by(group_filter: Callable[[Group], str | None]) -> GroupBuffer:
     """A buffer whose one complete group has met this filter."""
     from test_buffer_examples import summary
 
-    buffer = Buffer(
+    buffer = GroupBuffer(
         BufferConfig(),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
         tasks=iter([Task(id="t", payload={})]),

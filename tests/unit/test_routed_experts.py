@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_experts
+from family_models import make_family_model
 from numpy.typing import NDArray
 from test_gateway_turns import (
     ASK,
@@ -23,18 +24,8 @@ from invrl.algorithms.advantages import grpo
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import (
-    Group,
-    RolloutSummary,
-    RoutedExperts,
-    Session,
-    TakenBatch,
-    TrainSample,
-    VersionSpan,
-    WeightVersion,
-    experts_dtype,
-    unknown_expert,
-)
+from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
+from invrl.types import Group, RolloutSummary, Session, TakenBatch, TrainSample, VersionSpan, WeightVersion
 
 SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
 PATH = 5
@@ -110,11 +101,20 @@ def test_there_is_a_number_for_unknown_experts(count: int, dtype: type) -> None:
     assert unknown_expert(experts_dtype(count)) >= count
 
 
-@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_the_shape_is_read_from_the_model(tmp_path: Path, name: str) -> None:
-    config = {"num_hidden_layers": 3, "num_experts_per_tok": 2, name: 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ExpertsShape.of(tmp_path) == SHAPE
+@pytest.mark.parametrize(
+    ("family", "count", "chosen"), [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)]
+)
+def test_the_shape_is_read_from_the_model(tmp_path: Path, family: str, count: int, chosen: int) -> None:
+    folder = make_family_model(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    expected = ExpertsShape(layers=config["num_hidden_layers"], chosen=chosen, count=count)
+    assert ExpertsShape.of(folder) == expected
+
+
+def test_a_model_without_experts_has_no_shape(tmp_path: Path) -> None:
+    folder = make_family_model(tmp_path / "model", "qwen3")
+    with pytest.raises(ValueError, match="has no experts"):
+        ExpertsShape.of(folder)
 
 
 # ------------------------------------------------------------------ through the gateway and the store

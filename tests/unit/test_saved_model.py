@@ -11,12 +11,12 @@ import pytest
 from crash_at import CrashAt
 
 from invrl.errors import ConfigError, TrainError
+from invrl.file_entry import FileEntries
 from invrl.interfaces import Trainer
 from invrl.run.checkpoint import check_served, first_checkpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.store.manifest import check_manifest
-from invrl.types import FileEntries
 
 NO_MODEL = Path("/nowhere")
 """Nothing is compared with it: the saved folders have no config.json."""

@@ -10,6 +10,7 @@ import pytest
 from test_gateway_turns import ASK, model, renderer, running  # noqa: F401
 from tiny_model import make_tiny_model
 
+from invrl.engines.sglang_client import EngineLimits
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.run.config import Source, resolve
 from invrl.run.serve import with_long_answers
@@ -20,10 +21,12 @@ def source(tables: dict[str, Any]) -> Source:
 
 
 def test_answers_are_as_long_as_the_context_unless_bounded(tmp_path: Path):
-    folder = {"model": {"model_path": str(make_tiny_model(tmp_path / "tiny"))}}
-    engine = {"engine": {"engine_max_total_tokens": 9000}}
+    model_path = make_tiny_model(tmp_path / "tiny")
+    folder = {"model": {"model_path": str(model_path)}}
+    engine = {"engine": {"engine_max_total_tokens": 900}}
     served = with_long_answers(resolve(source(folder | engine)))
-    assert served.rollout.max_new_tokens == 9000
+    limits = EngineLimits.of(model_path, max_total_tokens=900)
+    assert served.rollout.max_new_tokens == limits.context_length < 900
     for bound in (512, 100):  # the default too, where it was asked for
         asked = resolve(source(folder | engine | {"rollout": {"max_new_tokens": bound}}))
         assert with_long_answers(asked).rollout.max_new_tokens == bound

@@ -39,8 +39,7 @@ def seen_by(blocks: list[AttentionBlock], num_tokens: int) -> NDArray[np.bool_]:
         assert len(set(keys_K.tolist())) == len(keys_K)
         mask_QK = block.mask_QK
         if mask_QK is None:
-            assert len(block.prefix_K) == 0
-            mask_QK = np.tri(len(own_K), dtype=np.bool_)
+            mask_QK = np.tri(len(own_K), len(keys_K), len(block.prefix_K), dtype=np.bool_)
         assert mask_QK.shape == (len(own_K), len(keys_K))
         for query, row_K in zip(own_K, mask_QK, strict=True):
             seen_PP[query, keys_K[row_K]] = True
@@ -54,16 +53,14 @@ def seen_by(blocks: list[AttentionBlock], num_tokens: int) -> NDArray[np.bool_]:
     window=st.integers(1, 14),
     chunk=st.sampled_from([1, 3, 1024]),
     dense=st.sampled_from([0, 256]),
-    branch_chunk=st.sampled_from([2, 1024]),
 )
 @settings(deadline=None, max_examples=200)
 def test_a_token_sees_its_own_last_ancestors(
-    rows: list[list[int]], window: int, chunk: int, dense: int, branch_chunk: int
+    rows: list[list[int]], window: int, chunk: int, dense: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliding_window, "QUERY_CHUNK", chunk)
         patch.setattr(packing, "DENSE_TREE_TOKENS", dense)
-        patch.setattr(packing, "QUERY_CHUNK", branch_chunk)
         micro_batch = pack_one(rows)
         positions_P = micro_batch.positions_P
         everything_PP = seen_by(list(micro_batch.blocks), len(positions_P))

@@ -17,9 +17,9 @@ from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
 from invrl.buffer import buffer_actor
-from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
@@ -43,8 +43,8 @@ def endless() -> Iterator[Task]:
     return (Task(id=f"t{n}", payload={}) for n in itertools.count())
 
 
-def make_buffer(*, staleness: int = 0, over: int = 1) -> Buffer:
-    return Buffer(
+def make_buffer(*, staleness: int = 0, over: int = 1) -> GroupBuffer:
+    return GroupBuffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
         tasks=endless(),
@@ -52,7 +52,7 @@ def make_buffer(*, staleness: int = 0, over: int = 1) -> Buffer:
     )
 
 
-def train_g0(buffer: Buffer) -> None:
+def train_g0(buffer: GroupBuffer) -> None:
     """Both groups are leased; the first one's rollouts finish, it is trained, and the version advances."""
     while buffer.lease() is not None:
         pass
@@ -78,10 +78,10 @@ def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> Non
     assert buffer.unwanted() == ()
     buffer.note_sampled([sampled(0, 1), sampled(1, 0)])
     assert buffer.unwanted() == G1_IS_STALE
-    assert buffer.dropped == {"stale": 1}
+    assert buffer.events.dropped == {"stale": 1}
     assert buffer.suspects() == []
     buffer.note_sampled([sampled(0, 0)])  # said once more, by a look that had begun before
-    assert buffer.dropped == {"stale": 1}
+    assert buffer.events.dropped == {"stale": 1}
 
 
 def test_within_the_bound_nobody_is_suspect() -> None:

@@ -154,7 +154,7 @@ def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> No
 def test_equals_float64(
     monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, kept_bytes: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
     problem = Problem.random(awkward_micro_batch(), softcap=softcap)
     assert_equal(problem.measured(), problem.exact())
 
@@ -265,7 +265,7 @@ def test_no_more_than_half_of_the_logits_ever_exist(monkeypatch: pytest.MonkeyPa
     assert max(num_alive) <= half + 2
     projected.clear()
     num_alive.clear()
-    monkeypatch.setattr(logprobs, "_KEPT_BYTES", 3 * 4 * len(problem.hidden_UH))
+    monkeypatch.setattr(logprobs, "KEPT_BYTES", 3 * 4 * len(problem.hidden_UH))
     problem.measured()
     assert len(projected) == VOCABULARY + (VOCABULARY - 3)
     assert max(num_alive) <= 3 + 2

@@ -59,6 +59,7 @@ def _of_settings(
 
 _MODEL_FOLDER = "model folder"
 _TRAINABLE_MODEL = "trainable model"
+_ROUTER = "router"
 
 
 CHECKS = (
@@ -89,7 +90,8 @@ CHECKS = (
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, EVERY),
-    _of_settings("router options", settings_checks.check_router_options, EVERY),
+    _of_settings(_ROUTER, settings_checks.check_router, EVERY),
+    _of_settings("router options", settings_checks.check_router_options, EVERY, needs=_ROUTER),
     _of_settings(
         "megatron options",
         settings_checks.check_megatron_options,
@@ -102,6 +104,12 @@ CHECKS = (
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", machine_checks.check_gpu),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),
+    Check(
+        name="trainer kernels",
+        look=machine_checks.check_trainer_kernels,
+        commands=DOCTOR,
+        needs=_TRAINABLE_MODEL,
+    ),
     _of_machine("trainer memory", machine_checks.check_trainer_memory, TRAIN),
     Check(
         name="longest conversation",

@@ -20,6 +20,7 @@ from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
 from invrl.run.config import Config
+from invrl.train.kernels import Kernels
 from invrl.train.memory import MemoryBudget
 
 _GB = 1e9
@@ -142,6 +143,14 @@ def check_memory(config: Config, machine: Machine) -> str:
     return value
 
 
+def check_trainer_kernels(config: Config, machine: Machine) -> str:
+    """What computes the trainer's operations here."""
+    from invrl.train.hf_config import read_hf_config
+
+    model = read_hf_config(config.model.folder)
+    return str(Kernels.of(head_dim=model.smallest_head_dim, on_cuda=machine.gpus > 0))
+
+
 def check_trainer_memory(config: Config, machine: Machine) -> str:
     """What each rank of the trainer needs. On a GPU it is compared with the GPU's memory; a CPU's is compared
     for all processes of the run together (`check_memory`). The run measures the same
@@ -210,9 +219,10 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            has_reference=config.algorithm.kl_coef > 0,
+            has_reference=config.algorithm.needs_reference,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
+            copies_checkpoints=config.run.async_checkpoints,
             on_cuda=machine.gpus > 0,
         )
     except (ConfigError, LookupError, OSError, ValueError):
@@ -222,19 +232,21 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
 def _needed_memory(config: Config, machine: Machine) -> float:
     """An estimate in bytes. An engine takes 1.5 GB and its weights twice, a trainer rank what
     `MemoryBudget` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and ranks hold
-    theirs elsewhere, and their weights pass through memory once."""
+    theirs elsewhere, and their weights pass through memory once. Checkpoints are copied into it."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
     layout = config.train.layout
-    if machine.gpus:
-        return 2 * _GB + 2 * weights + weights * (engines + layout.data)
-    needed = 2 * _GB + engines * (1.5 * _GB + 2 * weights)
     budget = _trainer_memory(config, machine)
+    copies = budget.copy_bytes if budget else 0.0
+    if machine.gpus:
+        return 2 * _GB + 2 * weights + weights * (engines + layout.data) + copies
+    needed = 2 * _GB + engines * (1.5 * _GB + 2 * weights) + copies
     if budget is None:
         return needed + layout.world_size * _GB
     ranks_of_stage = layout.world_size // layout.pipeline
     for estimate in budget.stages():
-        needed += ranks_of_stage * (estimate.total - estimate.staging) + estimate.staging
+        of_each = estimate.total - estimate.staging - estimate.copy
+        needed += ranks_of_stage * of_each + estimate.staging
     return needed
 
 

@@ -67,9 +67,10 @@ def check_row_length(config: Config) -> str:
 def longest_conversation(config: Config) -> int:
     """Most tokens of a conversation in a training run: what the engines take of this model, or less if the
     settings say so."""
+    from invrl.engines.engine_server import max_total_tokens
     from invrl.engines.sglang_client import EngineLimits
 
-    limits = EngineLimits.of(config.model.folder, max_total_tokens=config.engine.engine_max_total_tokens)
+    limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
     return min(limits.context_length, config.train.max_row_tokens or limits.context_length)
 
 
@@ -133,10 +134,24 @@ def check_sglang_options(config: Config) -> None:
     sglang_flags(config.sglang)
 
 
+def check_router(config: Config) -> str:
+    """Smg is installed, if it is wanted. sglang-router is one of the packages that every run needs."""
+    from invrl.engines.smg import find_smg
+
+    if config.engine.router != "smg":
+        return config.engine.router
+    smg = find_smg(config.engine.smg_environment)
+    return f"smg {smg.version} ({smg.python})"
+
+
 def check_router_options(config: Config) -> None:
     from invrl.engines.sglang_args import router_flags
+    from invrl.engines.smg import find_smg
 
-    router_flags(config.router)
+    installed_smg = None
+    if config.engine.router == "smg":
+        installed_smg = find_smg(config.engine.smg_environment)
+    router_flags(config.router, installed_smg)
 
 
 def check_megatron_options(config: Config) -> None:
@@ -149,11 +164,8 @@ def check_megatron_options(config: Config) -> None:
         megatron_args.check_megatron_options(config.megatron)
         return
     layers = read_hf_config(config.model.folder).num_hidden_layers
-    layout = config.train.layout
     megatron_args.check_megatron_options(
-        config.megatron,
-        num_layers=layers,
-        layers_of_chunk=layers // (layout.pipeline * layout.virtual_pipeline),
+        config.megatron, num_layers=layers, chunk_sizes=config.train.layout.chunk_sizes(layers)
     )
 
 

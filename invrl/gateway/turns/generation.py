@@ -24,7 +24,8 @@ from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
-from invrl.types import FinishReason, RoutedExperts, Turn, VersionSpan
+from invrl.routed_experts import RoutedExperts
+from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 

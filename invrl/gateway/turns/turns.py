@@ -35,9 +35,10 @@ from invrl.gateway.turns.recorded_answer import RecordedAnswer
 from invrl.gateway.turns.recovery import restore
 from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
+from invrl.routed_experts import RoutedExperts
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Json, RoutedExperts, Turn
+from invrl.types import Json, Turn
 
 _log = logging.getLogger(__name__)
 _PROMPT_END_TOKENS = 8

@@ -156,6 +156,13 @@ class HuggingFaceConfig(BaseModel):
         return False
 
     @property
+    def smallest_head_dim(self) -> int:
+        """Of queries or values."""
+        if self.latent_attention is None:
+            return self.head_dim
+        return min(self.head_dim, self.latent_attention.value_dim)
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotary positions turn, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)

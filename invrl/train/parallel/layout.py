@@ -8,9 +8,9 @@ Imports neither torch nor Megatron, so that a run can be checked before any proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from invrl.errors import ConfigError
 
@@ -44,10 +44,13 @@ class ParallelLayout:
     pipeline: int = 1
     """Stages that divide the layers. The first has the embedding too, the last the projection onto the
     vocabulary and the loss."""
+    first_stage_layers: int = 0
+    """Layers of the first stage; 0: as many as each of the others has."""
+    last_stage_layers: int = 0
+    """Layers of the last stage; 0: as many as each of the others has."""
     virtual_pipeline: int = 1
     """Chunks of neighbouring layers that each stage has. With more than one, a micro-batch passes all stages
     as often, and stages wait less for each other (Megatron's interleaved schedule)."""
-
     expert: int = 1
     """Ranks that divide the experts of every layer, and send each other the tokens that these compute. They
     are neighbours among the tensor-, context- and data-parallel ranks of a pipeline stage, to whose number
@@ -92,12 +95,35 @@ class ParallelLayout:
 
     def layers_of(self, pipeline: int, num_layers: int) -> Sequence[range]:
         """The layers of each chunk of a pipeline stage."""
-        layers_of_chunk = num_layers // (self.pipeline * self.virtual_pipeline)
+        sizes = [layers // self.virtual_pipeline for layers in self._layers_by_stage(num_layers)]
         chunks: list[range] = []
         for chunk in range(self.virtual_pipeline):
-            first = (chunk * self.pipeline + pipeline) * layers_of_chunk
-            chunks.append(range(first, first + layers_of_chunk))
+            first = chunk * sum(sizes) + sum(sizes[:pipeline])
+            chunks.append(range(first, first + sizes[pipeline]))
         return chunks
+
+    def chunk_sizes(self, num_layers: int) -> set[int]:
+        """The numbers of layers that chunks have."""
+        return {len(chunk) for stage in range(self.pipeline) for chunk in self.layers_of(stage, num_layers)}
+
+    def _layers_by_stage(self, num_layers: int) -> list[int]:
+        """The number of layers of each pipeline stage. Where stages do not divide the layers, some are left
+        over."""
+        own_numbers = self._own_numbers()
+        num_others = self.pipeline - len(own_numbers)
+        equal_part = 0
+        if num_others:
+            equal_part = (num_layers - sum(own_numbers.values())) // num_others
+        return [own_numbers.get(stage, equal_part) for stage in range(self.pipeline)]
+
+    def _own_numbers(self) -> dict[int, int]:
+        """Stage -> its number of layers, of those that have another number than the rest."""
+        own_numbers: dict[int, int] = {}
+        if self.first_stage_layers:
+            own_numbers[0] = self.first_stage_layers
+        if self.last_stage_layers:
+            own_numbers[self.pipeline - 1] = self.last_stage_layers
+        return own_numbers
 
     def check(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where the layout does not divide the model, with the numbers that would fit, and
@@ -140,34 +166,89 @@ class ParallelLayout:
                 field,
                 self.expert,
                 f"it must divide the {model.experts.count} experts of a layer and the {ranks_of_stage} ranks "
-                f"of a pipeline stage, and divide the {ranks_of_replica} of them that compute a shard "
-                "together, or be a multiple of these",
+                f"of a pipeline stage, and it must divide or be a multiple of {ranks_of_replica}, the number "
+                "of tensor- times context-parallel ranks",
                 f"--expert-model-parallel-size may be {_in_words(fitting)}",
             )
 
     def _check_stages(self, num_layers: int) -> None:
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ConfigError(
-                "train.virtual_pipeline_model_parallel_size",
-                self.virtual_pipeline,
-                "there is only one pipeline stage, which waits for no other",
-                "leave it out, or set --pipeline-model-parallel-size",
-            )
-        if num_layers % self.pipeline:
-            raise ConfigError(
+        own_sizes = {
+            "num_layers_in_first_pipeline_stage": self.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": self.last_stage_layers,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline if self.virtual_pipeline > 1 else 0,
+        }
+        for name, size in own_sizes.items():
+            if size and self.pipeline == 1:
+                raise ConfigError(
+                    f"train.{name}",
+                    size,
+                    "there is only one pipeline stage",
+                    "leave it out, or set --pipeline-model-parallel-size",
+                )
+        if not self._stages_have_all(num_layers):
+            raise self._undivided(num_layers)
+        layers_by_stage = self._layers_by_stage(num_layers)
+        for layers in layers_by_stage:
+            if layers % self.virtual_pipeline:
+                raise ConfigError(
+                    "train.virtual_pipeline_model_parallel_size",
+                    self.virtual_pipeline,
+                    f"it does not divide the {layers} layers of a pipeline stage",
+                    f"--virtual-pipeline-model-parallel-size may be {_divisors(gcd(*layers_by_stage))}",
+                )
+
+    def _stages_have_all(self, num_layers: int) -> bool:
+        """Whether every layer is in a stage, and no stage is without layers."""
+        layers_by_stage = self._layers_by_stage(num_layers)
+        return sum(layers_by_stage) == num_layers and min(layers_by_stage) > 0
+
+    def _undivided(self, num_layers: int) -> ConfigError:
+        """For stages whose numbers of layers are not those of the model together."""
+        end = "first" if self.first_stage_layers and not self.last_stage_layers else "last"
+        setting = f"num_layers_in_{end}_pipeline_stage"
+        fitting = self._fitting_end(num_layers, end)
+        way_out = f"--{setting.replace('_', '-')} {fitting} fits" if fitting else ""
+        own_numbers = self._own_numbers()
+        if not own_numbers:
+            divisors = f"--pipeline-model-parallel-size may be {_divisors(num_layers)}"
+            return ConfigError(
                 "train.pipeline_model_parallel_size",
                 self.pipeline,
                 f"it does not divide the model's {num_layers} layers",
-                f"--pipeline-model-parallel-size may be {_divisors(num_layers)}",
+                f"{divisors}; or {way_out}" if way_out else divisors,
             )
-        layers_of_stage = num_layers // self.pipeline
-        if layers_of_stage % self.virtual_pipeline:
-            raise ConfigError(
-                "train.virtual_pipeline_model_parallel_size",
-                self.virtual_pipeline,
-                f"it does not divide the {layers_of_stage} layers of a pipeline stage",
-                f"--virtual-pipeline-model-parallel-size may be {_divisors(layers_of_stage)}",
+        num_placed = sum(own_numbers.values())
+        num_others = self.pipeline - len(own_numbers)
+        if num_others == 0 or num_placed >= num_layers:
+            reason = (
+                f"the stages whose layers are set have {num_placed} of the model's {num_layers} layers, and "
             )
+            if num_others:
+                reason += f"other stages ({num_others}) need layers too"
+            else:
+                reason += "there is no other stage"
+        else:
+            reason = (
+                f"the {num_others} other pipeline stages cannot have equal parts of the "
+                f"{num_layers - num_placed} layers that are left of the model's {num_layers}"
+            )
+        return ConfigError(
+            f"train.{setting}",
+            own_numbers[0] if end == "first" else own_numbers[self.pipeline - 1],
+            reason,
+            way_out or "use fewer stages (--pipeline-model-parallel-size)",
+        )
+
+    def _fitting_end(self, num_layers: int, end: Literal["first", "last"]) -> int | None:
+        """A number of layers for the first or the last stage with which the others have equal parts, as near
+        as possible to theirs, and virtual stages divide them all. None: there is none."""
+        fitting: list[int] = []
+        for layers in range(1, num_layers):
+            candidate = replace(self, **{f"{end}_stage_layers": layers})
+            is_divided = gcd(*candidate._layers_by_stage(num_layers)) % self.virtual_pipeline == 0
+            if candidate._stages_have_all(num_layers) and is_divided:
+                fitting.append(layers)
+        return min(fitting, key=lambda layers: abs(layers * self.pipeline - num_layers), default=None)
 
 
 def _divisors(number: int) -> str:

@@ -30,6 +30,7 @@ from typing import Unpack
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.event_counts import EventCounts
 from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
 from invrl.buffer.filter_verdicts import FilterVerdicts
 from invrl.buffer.group_filters import ZERO_VARIANCE
@@ -40,7 +41,7 @@ from invrl.buffer.task_feed import TaskFeed
 from invrl.buffer.wait_report import WaitReport, counts_by_reason, early_groups, waiting_group
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
-from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.metrics import Mean, Metric, Sum
 from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
@@ -60,7 +61,7 @@ from invrl.types import (
 )
 
 
-class Buffer:
+class GroupBuffer:
     """The state machine. `tasks` is read as groups are leased; `emit` gets every ledger entry."""
 
     def __init__(
@@ -96,18 +97,10 @@ class Buffer:
         """The groups of the batch, until it is trained or dropped."""
         self._groups_leased = 0
         self._batches_taken = 0
-        self.dropped: Counter[str] = Counter()
-        """Groups dropped since the start, by reason."""
-        self.failed: Counter[str] = Counter()
-        """Rollouts failed since the start, by reason; those that count with a reward are among them."""
+        self.events = EventCounts()
         self._first_places: set[Place] = set()
         """Leased in this incarnation before the first rollout failed or finished."""
         self._failure_rules = config.failure_rules()
-        self._new_metrics: dict[str, Metric] = {}
-        """Events since the last call of `metrics`."""
-        self._complete_since_take = 0
-        self._dropped_before_take: Counter[str] = Counter()
-        self._failed_before_take: Counter[str] = Counter()
         self._closed = False
 
     # ------------------------------------------------------------------ work out, outcomes in
@@ -133,7 +126,7 @@ class Buffer:
         self._groups_leased += 1
         self._in_flight[group.id] = group
         self._tasks[group.id] = task
-        self._count("groups_leased")
+        self.events.count("groups_leased")
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
@@ -142,9 +135,9 @@ class Buffer:
         nothing."""
         group = self._awaiting(outcome.place)
         if group is None:
-            self._count("outcomes_late")
+            self.events.count("outcomes_late")
             return
-        self._count("rollouts_ended")
+        self.events.count("rollouts_ended")
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not abs(outcome.reward) <= MAX_REWARD:  # true for NaN too
@@ -156,7 +149,7 @@ class Buffer:
     def _finish(self, group: OpenGroup, summary: RolloutSummary, **facts: Unpack[EntryFacts]) -> None:
         self._ledger.move(group, summary.index, RolloutState.FINISHED, **facts)
         group.finished[summary.index] = summary
-        self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)})
+        self.events.note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)})
         if self._stale(group):
             self._drop(group, DropReason.STALE)
         elif len(group.finished) == self._group_size:
@@ -211,9 +204,7 @@ class Buffer:
             group.passed_over = True
         self._batch = batch
         self._batches_taken += 1
-        self._complete_since_take = 0
-        self._dropped_before_take = Counter(self.dropped)
-        self._failed_before_take = Counter(self.failed)
+        self.events.start_batch()
         return batch
 
     def takeable(self) -> list[Group]:
@@ -230,7 +221,7 @@ class Buffer:
         it is the batch that was taken last."""
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
-        self._count("groups_trained", len(self._taken))
+        self.events.count("groups_trained", len(self._taken))
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
@@ -270,8 +261,8 @@ class Buffer:
             in_flight=tuple(copy.deepcopy(list(self._in_flight.values()))),
             ready=tuple(copy.deepcopy(list(self._ready.values()))),
             counts=dict(self._ledger.counts),
-            dropped=dict(self.dropped),
-            failed=dict(self.failed),
+            dropped=dict(self.events.dropped),
+            failed=dict(self.events.failed),
             sequence=self._ledger.sequence,
         )
 
@@ -283,10 +274,7 @@ class Buffer:
         self.version = snapshot.version
         self._groups_leased = snapshot.groups_leased
         self._batches_taken = snapshot.batches_taken
-        self.dropped = Counter(snapshot.dropped)
-        self.failed = Counter(snapshot.failed)
-        self._dropped_before_take = Counter(snapshot.dropped)
-        self._failed_before_take = Counter(snapshot.failed)
+        self.events.restore(dropped=snapshot.dropped, failed=snapshot.failed)
         self._ledger.counts = Counter(snapshot.counts)
         self._ledger.sequence = snapshot.sequence
         self._in_flight = {group.id: copy.deepcopy(group) for group in snapshot.in_flight}
@@ -320,9 +308,9 @@ class Buffer:
             wanted=self._batch_size,
             ready=len(self._ready),
             in_flight=tuple(waiting_group(group) for group in self._in_flight.values()),
-            complete=self._complete_since_take,
-            dropped=dict(self.dropped - self._dropped_before_take),
-            failed=dict(self.failed - self._failed_before_take),
+            complete=self.events.complete_since_take,
+            dropped=self.events.dropped_since_take,
+            failed=self.events.failed_since_take,
             filter_name=self._verdicts.filter_name,
             filtered_rewards=dict(self._verdicts.streak.by_rewards),
             filtered_limit=self._verdicts.limit,
@@ -337,8 +325,8 @@ class Buffer:
         parts = [
             f"{self._batch_size} groups",
             f"{ready}, {in_flight}",
-            counts_by_reason("groups dropped", self.dropped),
-            counts_by_reason("rollouts failed", self.failed),
+            counts_by_reason("groups dropped", self.events.dropped),
+            counts_by_reason("rollouts failed", self.events.failed),
             self._feed.end,
         ]
         return "; ".join(part for part in parts if part)
@@ -346,20 +334,14 @@ class Buffer:
     def failure_report(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
         self._first_places = {place for place in self._first_places if self._awaiting(place)}
-        return self.failures.report(self.failed, first_ended=not self._first_places)
+        return self.failures.report(self.events.failed, first_ended=not self._first_places)
 
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
         `finished_reward_mean` is over all finished rollouts, including those whose groups were dropped: a
-        filter that drops solved tasks does not bias it. `failed_share/<reason>` is a share of the rollouts
-        that ended; `rollouts_counted/<reason>` are those failures that count with a reward."""
-        metrics = self._new_metrics
-        self._new_metrics = {}
-        num_ended = metrics.get("rollouts_ended", Sum(0)).value()
-        for reason in FailureReason:
-            failed = metrics.get(f"rollouts_failed/{reason}")
-            if failed is not None:
-                metrics[f"failed_share/{reason}"] = Mean(failed.value(), num_ended)
+        filter that drops solved tasks does not bias it. `rollouts_counted/<reason>` are those failures that
+        count with a reward."""
+        metrics = self.events.take_metrics()
         metrics["groups_in_flight"] = Mean(len(self._in_flight))
         metrics["groups_ready"] = Mean(len(self._ready))
         metrics["groups_taken"] = Mean(self._groups_taken())
@@ -403,15 +385,14 @@ class Buffer:
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         """A failed rollout counts with the reward that the run gives to such failures, drops its group, or is
         tried again."""
-        self.failed[failure] += 1
-        self._count(f"rollouts_failed/{failure}")
+        self.events.note_failure(failure)
         rule = self._failure_rules.get(failure, "retry")
         partial = None
         if isinstance(outcome, FailedRollout):
             partial = outcome.partial
         if isinstance(rule, float) and partial is not None:
             self.failures.failed(failure, detail, counts=True)
-            self._count(f"rollouts_counted/{failure}")
+            self.events.count(f"rollouts_counted/{failure}")
             counted = with_failure_reward(partial, failure, rule)
             self._finish(group, counted, failure=failure, detail=detail, session_id=outcome.session_id)
             return
@@ -420,7 +401,7 @@ class Buffer:
         reason = DropReason.INCOMPLETE if is_last else DropReason.REPLACED
         facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
         self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)
-        self._count(f"rollouts_dropped/{reason}")
+        self.events.count(f"rollouts_dropped/{reason}")
         if is_last:
             self._drop(group, DropReason.INCOMPLETE)
             return
@@ -431,10 +412,10 @@ class Buffer:
 
     def _complete(self, group: OpenGroup) -> None:
         """All rollouts of the group have finished: it becomes ready, or the group filter drops it."""
-        self._complete_since_take += 1
+        self.events.complete_since_take += 1
         reason = self._verdicts.verdict(group)
         if reason is not None and self._verdicts.is_overruled(reason):
-            self._count("groups_unfiltered")
+            self.events.count("groups_unfiltered")
             reason = None
         if reason is None:
             del self._in_flight[group.id]
@@ -468,15 +449,8 @@ class Buffer:
         for index, state in enumerate(group.states_G):
             if state not in (None, RolloutState.DROPPED):
                 self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=filter_reason)
-                self._count(f"rollouts_dropped/{reason}")
-        self._note_drop(reason, 1, filter_reason)
-
-    def _note_drop(self, reason: DropReason, num_groups: int, filter_reason: str = "") -> None:
-        name = str(reason)
-        if filter_reason:
-            name += f"/{filter_reason}"
-        self.dropped[name] += num_groups
-        self._count(f"groups_dropped/{name}", num_groups)
+                self.events.count(f"rollouts_dropped/{reason}")
+        self.events.note_drop(reason, 1, filter_reason)
 
     def _end_batch(self, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         for group in self._taken:
@@ -484,16 +458,10 @@ class Buffer:
         self._taken = []
 
     def _drop_batch(self, reason: DropReason) -> None:
-        self._count(f"rollouts_dropped/{reason}", len(self._taken) * self._group_size)
-        self._note_drop(reason, len(self._taken))
+        self.events.count(f"rollouts_dropped/{reason}", len(self._taken) * self._group_size)
+        self.events.note_drop(reason, len(self._taken))
         self._end_batch(RolloutState.DROPPED, reason=reason)
 
     def _move_all(self, group: OpenGroup, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         for index in range(self._group_size):
             self._ledger.move(group, index, state, **facts)
-
-    def _note(self, metrics: dict[str, Metric]) -> None:
-        self._new_metrics = merge([self._new_metrics, metrics])
-
-    def _count(self, name: str, n: int = 1) -> None:
-        self._note({name: Sum(n)})

@@ -1,0 +1,18 @@
+"""Settings of weight updates: the transport, and how long an update may take."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from invrl.section import Section
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines, and what proves that they are there."""
+
+    weight_transport: Literal["arena", "bucket"] = Field(
+        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    weight_sync_timeout_s: float = Field(
+        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
+    )

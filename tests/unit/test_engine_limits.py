@@ -1,0 +1,39 @@
+"""How long a conversation an engine takes, and how large its KV cache is, on CPU and on a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from invrl.engines import engine_server
+from invrl.engines.config import EngineConfig
+from invrl.engines.sglang_client import EngineLimits
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)])
+def test_the_context_is_bounded_by_the_model_and_by_a_known_cache(
+    model: Path, max_total_tokens: int | None, context_length: int
+) -> None:
+    limits = EngineLimits.of(model, max_total_tokens=max_total_tokens)
+    assert limits == EngineLimits(vocab_size=512, context_length=context_length)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "expected"), [(0, 0, 16384), (0, 900, 900), (1, 0, None), (1, 900, 900)]
+)
+def test_the_size_of_the_cache_is_the_settings_or_on_a_gpu_sglangs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, setting: int, expected: int | None
+) -> None:
+    monkeypatch.setattr(engine_server, "count_gpus", lambda: gpus)
+    config = EngineConfig(engine_max_total_tokens=setting)
+    assert engine_server.max_total_tokens(config) == expected
+    command = engine_server._command(config, model, 1)
+    asked = [command[index + 1] for index, word in enumerate(command) if word == "--max-total-tokens"]
+    assert asked == ([] if expected is None else [str(expected)])

@@ -1,0 +1,48 @@
+"""What is said of the implementations that compute a trainer's operations, for machines that have others."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from invrl.train.kernels import Kernels
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "head_dim", "packages", "attention", "optimizer"),
+    [
+        (False, 64, set[str](), "SDPA", "torch AdamW"),
+        (True, 64, set[str](), "FlexAttention", "torch AdamW"),
+        (True, 8, {"apex"}, "SDPA", "Apex's FusedAdam"),
+        (True, 64, {"apex", "transformer_engine"}, "FlexAttention", "TransformerEngine's FusedAdam"),
+    ],
+)
+def test_the_best_that_is_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    on_cuda: bool,
+    head_dim: int,
+    packages: set[str],
+    attention: str,
+    optimizer: str,
+) -> None:
+    def find_spec(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name in packages else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    kernels = Kernels.of(head_dim=head_dim, on_cuda=on_cuda)
+    assert attention in kernels.attention
+    assert kernels.optimizer == optimizer
+    assert "flash-attn" not in str(kernels)
+    packages.add("flash_attn")
+    assert "flash-attn is installed and not used" in str(kernels)
+
+
+def test_megatron_takes_the_optimizer_that_is_named() -> None:
+    from invrl.train import device
+
+    device.prepare()
+    import megatron.core.optimizer as megatron
+    import torch
+
+    is_torch = megatron.Adam is torch.optim.AdamW
+    assert (Kernels.of(head_dim=64, on_cuda=False).optimizer == "torch AdamW") == is_torch

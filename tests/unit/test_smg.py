@@ -1,0 +1,186 @@
+"""smg as the router: found in its environment, refused by name, its options checked, its keys and flags."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.cli import installation
+from invrl.cli import main as cli
+from invrl.cli.commands import install as install_command
+from invrl.engines import router_server, smg
+from invrl.engines.engine_server import EngineServer
+from invrl.engines.fleet import Fleet
+from invrl.engines.router_server import RouterServer
+from invrl.engines.sglang_args import ROUTER_OWNED, entry_for, router_flags
+from invrl.errors import ConfigError
+from invrl.run.config import Source, resolve
+
+OPTIONS: list[dict[str, Any]] = [
+    {"dest": "max_payload_size", "spellings": ["--max-payload-size"], "value_type": "int"},
+    {"dest": "policy", "spellings": ["--policy"], "value_type": "str", "choices": ["manual", "random"]},
+    {"dest": "cache_boundaries", "spellings": ["--cache-boundaries"], "value_type": "_parse_int_csv"},
+    {"dest": "log_json", "spellings": ["--log-json"], "kind": "_StoreTrueAction", "nargs": 0},
+    {"dest": "storage_context_headers", "spellings": ["--storage-context-headers"], "kind": "_ExtendAction"}
+    | {"nargs": "*"},
+    {"dest": "enable_mesh", "spellings": ["--enable-mesh"], "kind": "_StoreTrueAction", "nargs": 0},
+]
+DEFAULTS = {"kind": "_StoreAction", "nargs": None, "value_type": "", "choices": None}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What other tests found is not remembered here, nor what these find in others."""
+    smg.find_smg.cache_clear()
+    yield
+    smg.find_smg.cache_clear()
+
+
+def environment(folder: Path, program: str) -> Path:
+    """A virtual environment whose Python is this program."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!{sys.executable}\n{program}\n")
+    python.chmod(0o755)
+    return folder
+
+
+def with_version(folder: Path, version: str) -> Path:
+    answer = json.dumps({"version": version, "options": [DEFAULTS | option for option in OPTIONS]})
+    return environment(folder, f"print({answer!r})")
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> smg.Smg:
+    return smg.find_smg(str(with_version(tmp_path / "smg", smg.VERSION)))
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (None, "there is no virtual environment"),
+        ('raise ModuleNotFoundError("No module named smg")', "has none that works: ModuleNotFoundError"),
+        ('print(\'{"version": "1.12.0", "options": []}\')', "has version 1.12.0, not 1.13.0"),
+    ],
+    ids=["nothing", "no smg", "another version"],
+)
+def test_one_that_is_not_there_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str | None, reason: str
+) -> None:
+    """By every command that starts a router, before any process."""
+    folder = tmp_path / "smg"
+    if program is not None:
+        environment(folder, program)
+    model = make_tiny_model(tmp_path / "tiny")
+    runs = tmp_path / "runs"
+    flags = ["--model-path", str(model), "--run-root", str(runs), "--router", "smg"]
+    assert cli.main(["serve", *flags, "--smg-environment", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "engine.router\n  value:  'smg'" in error
+    assert reason in error
+    assert str(folder) in error
+    assert "invrl install --router smg" in error
+    assert not runs.exists()
+
+
+def test_its_options_are_checked_as_those_of_the_other_router_are(found: smg.Smg) -> None:
+    options = {"max-payload-size": 10, "log_json": True, "cache-boundaries": "1,2"}
+    flags = ["--max-payload-size", "10", "--log-json", "--cache-boundaries", "1,2"]
+    assert router_flags(options, found) == flags
+    assert router_flags({"storage-context-headers": "a b"}, found) == ["--storage-context-headers", "a", "b"]
+    refused = {
+        "max-payload-size": ("x", "invalid int value"),
+        "policy": ("manul", "invalid choice"),
+        "log-jsn": ("true", "no such field"),
+        "enable-mesh": ("true", "invrl sets this itself"),
+    }
+    for name, (value, reason) in refused.items():
+        with pytest.raises(ConfigError, match=reason):
+            router_flags({name: value}, found)
+    with pytest.raises(ConfigError, match="no such field"):
+        router_flags({"log-json": "true"})  # sglang-router has none
+
+
+def test_what_invrl_sets_exists_in_the_installed_one() -> None:
+    try:
+        installed = smg.find_smg("")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    names = {option.dest for option in installed.options}
+    spellings = {spelling for option in installed.options for spelling in option.spellings}
+    for name in smg.OWNED:
+        assert any(entry_for(dest, {name: True}) for dest in names), name
+    for name in (*smg.FLAGS, *router_server._FLAGS):
+        assert f"--{name}" in spellings
+    assert {*smg.SWITCHES, *router_server._SWITCHES} <= spellings
+    assert {name for name in ROUTER_OWNED if not any(entry_for(dest, {name: True}) for dest in names)} == {
+        "mini_lb"
+    }
+    value_types = {option.value_type for option in installed.options}
+    assert value_types - set(smg._VALUE_TYPES) == {"", "str", "lower", "<lambda>", "_parse_int_csv"}
+
+
+def test_its_engines_have_the_key_that_it_is_called_with(
+    found: smg.Smg, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hands the caller's key to an engine; sglang-router gives each engine the engine's own."""
+    commands: dict[str, list[str]] = {}
+    keys: dict[str, str] = {}
+
+    def start(self: object, name: str, command: list[str], *, log: Path, env: Mapping[str, str]) -> None:
+        commands[name] = command
+        keys[name] = env["INVRL_KEY_FLAGS"]
+
+    monkeypatch.setattr("invrl.host.process.ServerProcess.__init__", start)
+    settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
+    config = resolve(Source(name="test", tables={"engine": settings})).engine
+    fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})
+    first = fleet._launch("engine-0")
+    second = fleet._launch("engine-1")
+    assert first.server.api_key == second.server.api_key == fleet.router.api_key
+    assert f"--api-key={fleet.router.api_key}" in keys["engine-0"].split()
+    assert first.server.admin_key != second.server.admin_key
+    assert fleet.router.api_key not in "".join(commands["router"])
+    assert commands["router"][0] == str(found.python)
+    assert commands["router"][-2:] == ["--max-payload-size", "10"]
+    assert fleet.router.program == f"smg {smg.VERSION}"
+
+    other = RouterServer(run_folder=tmp_path, start_timeout_s=1.0)
+    assert commands["router"][0] == sys.executable
+    assert other.engine_api_key is None
+    server = EngineServer("engine-2", config, model_path=tiny_model, run_folder=tmp_path)
+    assert server.api_key not in (other.api_key, fleet.router.api_key)
+
+
+def test_its_environment_alone_is_a_contradiction() -> None:
+    with pytest.raises(ConfigError, match="add --router smg"):
+        resolve(Source(name="test", tables={"engine": {"smg_environment": "/somewhere"}}))
+
+
+def test_the_command_makes_its_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installs: list[str] = []
+    monkeypatch.setattr(install_command, "install_packages", installs.append)
+    monkeypatch.setattr(install_command, "install_smg", lambda: installs.append("smg"))
+    assert cli.main(["install", "--router", "smg"]) == 0
+    assert cli.main(["install", "--router", "sglang-router"]) == 2
+    assert "--router smg" in capsys.readouterr().err
+    assert cli.main(["install", "--router", "smg", "--device", "cpu"]) == 2
+    assert installs == ["smg"]
+
+    for command in installation.smg_steps():
+        assert str(smg.INSTALLED_FOLDER) in " ".join(command)
+    assert installation.smg_steps()[-1][-1] == f"smg=={smg.VERSION}"
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installation.shutil, "which", lambda name: "/somewhere/uv")
+    assert [command[0] for command in installation.smg_steps()] == ["/somewhere/uv", "/somewhere/uv"]
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="python3-venv"):
+        installation.smg_steps()
