@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from invrl.bench.ratios import Speeds
 from invrl.errors import ConfigError, DeadlineError, TrainError
+from invrl.host.descendants import die_with_parent
 from invrl.host.process import random_key
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
@@ -202,6 +203,10 @@ def _on_cuda() -> bool:
 
 
 def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
+    """Raises TrainError unless both steps are the same, before it compares their speeds."""
+    same_step = _Program("invrl.bench.same_step", folder / "same_step.log")
+    same_step.start({"model_path": settings.model_path, "train": settings.train.model_dump()})
+    _wait([same_step], settings.deadline_s)
     out = folder / "steps.json"
     program = _Program("invrl.bench.step_program", folder / "steps.log")
     program.start(
@@ -257,7 +262,7 @@ def _measure_layout(
 
 
 class _Program:
-    """A process of the measurement. `log` takes what it prints."""
+    """A process of the measurement, which ends with this one. `log` takes what it prints."""
 
     def __init__(self, module: str, log: Path, *, threads: int = 1) -> None:
         self._module = module
@@ -275,6 +280,7 @@ class _Program:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 text=True,
+                preexec_fn=die_with_parent,
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(settings))

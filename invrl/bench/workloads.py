@@ -10,7 +10,7 @@ _PROMPT_SHARE = 0.25
 """Tokens of a row that are not trained."""
 _ROLLOUT_LOGPROB = -30.0
 """Of every trained token, in nats: far below the model's, so that every importance weight is at its cap. With
-weights that the model decides, a few tokens would make the whole gradient, and rounding its norm."""
+weights that the model decides, a few tokens would make the whole gradient."""
 _ROWS = 16
 _GROUP = 8
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from tiny_model import make_tiny_model
 
@@ -23,6 +26,7 @@ from invrl.bench.trainer import (
 from invrl.bench.workloads import make_batch
 from invrl.cli.main import main
 from invrl.errors import TrainError
+from invrl.host.process import still_running
 from invrl.model_folder import tensor_shapes
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
@@ -165,6 +169,28 @@ def test_what_is_compared_with_one_process_needs_that(
     assert "nothing to compare with" in parts[2].failure
     assert layouts == [("one_process", True), ("one_even", False), ("tensor_parallel_2", False)]
     assert parts[3].details["tensor_parallel_2"]["heads"] == [2, 2]
+
+
+def test_what_is_measured_ends_with_a_killed_bench(tmp_path: Path) -> None:
+    """`http.server` stands for a rank."""
+    script = (
+        "import sys; from pathlib import Path; from invrl.bench.trainer import _Program;"
+        "program = _Program('http.server', Path(sys.argv[1])); program.start({}, '0');"
+        "print(program._process.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as bench:
+        assert bench.stdout is not None
+        measured = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+        remaining = still_running([measured], within_s=30.0)
+    for process in remaining:
+        process.kill()
+    assert remaining == []
 
 
 @pytest.mark.parametrize(
