@@ -146,8 +146,8 @@ def _forward_operations(batch: TrainBatch, cost: ComputeCost) -> float:
 def _matmul_rate(dtype: torch.dtype) -> float:
     """Floating-point operations per second of a product of large square matrices, at best.
 
-    The second one is transposed, as a layer's weight is: a CPU without bfloat16 instructions multiplies it ten
-    times as fast.
+    The second one is transposed, as a layer's weight is: a CPU without bfloat16 instructions multiplies it
+    ten times as fast.
     """
     size = 8192 if device.on_cuda() else 1024
     a = torch.randn(size, size, device=device.device()).to(dtype)
