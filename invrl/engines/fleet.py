@@ -1,8 +1,8 @@
 """M engines behind one router, as one object that starts, updates and ends them.
 
-Invariant: the router knows an engine only while that engine holds the fleet's version whole. An engine that
-leaves (`evict`) is unknown to weight updates at once; in the background it is unregistered from the router
-and then ended. Each engine and the router have a watch of their own (`engine_health.py`), so a failure
+Invariant: an engine that comes back joins `engines` with the fleet's version whole, and from then on every
+update includes it; only then is it registered with the router. An engine that leaves (`evict`) is unknown to
+weight updates at once; in the background it is unregistered from the router and then ended. Each engine and the router have a watch of their own (`engine_health.py`), so a failure
 there concerns that one alone; `check` raises when a watch itself has failed. A router that dies is started
 again at the same address.
 
@@ -35,12 +35,10 @@ _LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Admit = Callable[[], Awaitable[None]]
-BringUp = Callable[[WeightReceiver, Admit], Awaitable[None]]
-"""Gives a new engine the fleet's version and then admits it, so that no update comes in between."""
+BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
+"""Gives a new engine the fleet's version, and then calls the function, which makes it one of the fleet: no
+update comes in between."""
 
-_IDLE_WITHIN_S = 10.0
-"""A new engine has answered the last of its checks; its scheduler may not be idle for a moment longer."""
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
 
@@ -174,7 +172,8 @@ class Fleet:
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
         self._leaving.append(engine)
-        self._replacements[name] = asyncio.create_task(self._replace(name, engine))
+        previous = self._replacements.get(name)
+        self._replacements[name] = asyncio.create_task(self._replace(name, engine, after=previous))
 
     def restart_evicted(self, bring_up: BringUp) -> None:
         """From now on start engines that left again, also those that have left already.
@@ -185,7 +184,7 @@ class Fleet:
         self._bring_up = bring_up
         for name in self.evicted:
             if self._may_restart(name) and self._replacements[name].done():
-                self._replacements[name] = asyncio.create_task(self._replace(name, None))
+                self._replacements[name] = asyncio.create_task(self._replace(name, None, after=None))
 
     async def stop(self) -> None:
         """End everything, also if a part of it fails. Idempotent."""
@@ -270,8 +269,11 @@ class Fleet:
     def _may_restart(self, name: str) -> bool:
         return self._restarts[name] < self._config.engine_max_restarts
 
-    async def _replace(self, name: str, engine: Engine | None) -> None:
-        """End an engine that left, and start it again while that is wanted and allowed."""
+    async def _replace(self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None) -> None:
+        """End an engine that left, and start it again while that is wanted and allowed. `after`: what started
+        this engine, and may not have registered it yet."""
+        if after is not None:
+            await after
         if engine is not None:
             await self._retire(engine)
         while self._bring_up is not None and self._may_restart(name):
@@ -287,24 +289,36 @@ class Fleet:
             _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
 
     async def _restart(self, name: str, bring_up: BringUp) -> None:
-        """Start a new process under the name, which only `bring_up` admits. Raises InvrlError."""
+        """Start a new process under the name, which joins the fleet when `bring_up` says so. Raises InvrlError
+        before that; an engine that has joined is evicted if it does not get any further."""
         engine = await self._started(name, self._launch(name))
 
-        async def admit() -> None:
-            await engine.client.flush_cache(idle_within_s=_IDLE_WITHIN_S)
-            await self._register(engine)
+        def join() -> None:
             self.engines[name] = engine
             self.evicted.pop(name, None)
 
         try:
-            await self._while_alive(engine, bring_up(engine.receiver, admit))
+            await self._while_alive(engine, bring_up(engine.receiver, join))
         except BaseException:
             self.engines.pop(name, None)
             await self._retire(engine)
             raise
-        if self.engines.get(name) is engine:  # an update may have dropped it already
+        if self.engines.get(name) is engine:
             self._watch_engine(name, engine)
+            await self._register_joined(name, engine)
+
+    async def _register_joined(self, name: str, engine: Engine) -> None:
+        """Register an engine that belongs to the fleet; it may leave meanwhile."""
+        try:
+            await self._register(engine)
+        except InvrlError as error:
+            if self.engines.get(name) is engine:
+                self.evict(name, f"the router does not reach it: {error}")
+            return
+        if self.engines.get(name) is engine:
             _LOG.warning("%s is back", name)
+        else:
+            await self._unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
         """Do `work` with an engine that has no watch yet. Raises ServerError if the engine dies first."""

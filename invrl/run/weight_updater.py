@@ -2,17 +2,15 @@
 and what becomes of an engine that the transaction loses.
 
 A lost engine leaves the fleet and is started again in the background. When it is up it loads the version that
-the fleet holds then. Invariant: while a restarted engine loads the fleet's version, no update stages, loads
-or commits, so the staged weights stay whole. An engine is admitted with the newest version or not at all."""
+the fleet holds, beside the updates that go on (`weights/newcomers.py`)."""
 
-import asyncio
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from invrl.engines.fleet import Admit, Fleet
+from invrl.engines.fleet import Fleet
 from invrl.errors import WeightSyncError
-from invrl.interfaces import WeightReceiver, WeightSender
+from invrl.interfaces import WeightSender
 from invrl.run.config import Config
 from invrl.types import WeightUpdate, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
@@ -43,29 +41,20 @@ class WeightUpdater:
     def __init__(self, transaction: WeightTransaction, fleet: Fleet) -> None:
         self._transaction = transaction
         self._fleet = fleet
-        self._weights_in_use = asyncio.Lock()
-        """Held by an update from its staging to its canary, and by an engine that comes back."""
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
         the update loses get no more requests."""
-        async with self._weights_in_use:
-            try:
-                update = await self._transaction.run(version)
-            except WeightSyncError as error:
-                for engine in error.unrestored:
-                    self._fleet.evict(engine, str(error))
-                raise
-            for engine, reason in update.lost_engines.items():
-                self._fleet.evict(engine, f"lost in the update to version {version}: {reason}")
-        self._fleet.restart_evicted(self._bring_up)
+        try:
+            update = await self._transaction.run(version)
+        except WeightSyncError as error:
+            for engine in error.unrestored:
+                self._fleet.evict(engine, str(error))
+            raise
+        for engine, reason in update.lost_engines.items():
+            self._fleet.evict(engine, f"lost in the update to version {version}: {reason}")
+        self._fleet.restart_evicted(self._transaction.bring_up)
         return update
-
-    async def _bring_up(self, engine: WeightReceiver, admit: Admit) -> None:
-        """Loads and proves the fleet's version on a restarted engine, then admits it."""
-        async with self._weights_in_use:
-            await self._transaction.bring_up(engine)
-            await admit()
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:

@@ -31,6 +31,7 @@ from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError,
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
 from invrl.metrics import timed
 from invrl.types import WeightUpdate, WeightVersion
+from invrl.weights.newcomers import Newcomers
 
 logger = logging.getLogger(__name__)
 Phase = Literal["prepare", "pause", "load", "commit", "resume", "canary"]
@@ -75,7 +76,8 @@ class WeightTransaction:
 
     sender: WeightSender
     receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
-    """The engines of the fleet, asked for at the start of each update (`Fleet.receivers`)."""
+    """The engines of the fleet (`Fleet.receivers`), asked for in each update after the weights are staged:
+    what has joined by then takes part."""
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
@@ -83,6 +85,10 @@ class WeightTransaction:
     """Of each phase, over all engines, which work side by side; of a short phase at most 60 s."""
     committed: Committed | None = field(default=None, init=False)
     """None before the first update."""
+    _newcomers: Newcomers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._newcomers = Newcomers(deadline_s=self.deadline_s)
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine.
@@ -90,11 +96,24 @@ class WeightTransaction:
         Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After all of them but
         CanaryError every engine that is not in `unrestored` serves the old version.
         """
-        receivers = await self.receivers()
-        update = _Update(receivers=tuple(receivers), deadline_s=self.deadline_s)
-        if not receivers:
-            raise WeightSyncError("the fleet has no engine to update")
+        update = _Update(deadline_s=self.deadline_s)
+        if self.committed is not None:
+            with timed(update.seconds, "newcomers"):
+                await self._newcomers.until_unread_but(self.committed.staged.version)
         layout, staged = await self._stage(update, version)
+        with timed(update.seconds, "newcomers"):
+            await self._newcomers.until_none_holds_updates()
+        with self._newcomers.closed():
+            update.receivers = tuple(await self.receivers())
+            if not update.receivers:
+                raise WeightSyncError("the fleet has no engine to update")
+            return await self._give_to_all(update, layout, staged)
+
+    async def _give_to_all(
+        self, update: _Update, layout: WeightLayout, staged: StagedWeights
+    ) -> WeightUpdate:
+        """Raises as `run` does."""
+        version = staged.version
         try:
             await update.call_each("prepare", lambda engine: engine.check(layout, staged))
             # From here to the commit no engine generates.
@@ -123,21 +142,37 @@ class WeightTransaction:
             lost_engines={name: str(error) for name, error in update.lost.items()},
         )
 
-    async def bring_up(self, engine: WeightReceiver) -> None:
-        """Give the fleet's version to an engine that serves nobody yet; prove it by checksum and canary.
+    async def bring_up(self, engine: WeightReceiver, join: Callable[[], None]) -> None:
+        """Give the fleet's version to an engine that serves nobody yet, and prove it by checksum and canary.
+        Then call `join`, which makes the engine one of `receivers`.
 
-        No update may run meanwhile: it would stage into memory that this engine reads. Raises
-        WeightSyncError.
+        Updates go on meanwhile (`newcomers.py`). Raises WeightSyncError, before `join`.
         """
-        committed = self.committed
-        if committed is None:
-            raise WeightSyncError("the fleet holds no version yet", engine=engine.name)
+        is_late = False
+        while True:
+            await self._newcomers.until_open()
+            committed = self.committed
+            if committed is None:
+                raise WeightSyncError("the fleet holds no version yet", engine=engine.name)
+            version = committed.staged.version
+            async with self._newcomers.reading(engine.name, version, holds_updates=is_late):
+                await self._give(engine, committed)
+                await self._newcomers.until_open()
+                if self.committed is not None and self.committed.staged.version == version:
+                    join()
+                    return
+            is_late = True
+
+    async def _give(self, engine: WeightReceiver, committed: Committed) -> None:
+        """The steps of an update for one engine alone. Raises WeightSyncError."""
         staged = committed.staged
         try:
             async with asyncio.timeout(self.deadline_s):
                 await engine.check(committed.layout, staged)
+                await engine.pause()  # what it has cached is of other weights
                 await load_verified(engine, staged)
                 await engine.commit(staged.version)
+                await engine.resume()
                 if committed.canary is not None:
                     served = await engine.logprobs(self.canary_prompts)
                     difference = np.concatenate(served) - committed.canary
@@ -224,8 +259,8 @@ class WeightTransaction:
 class _Update:
     """The bookkeeping of one update: which engines take part, which were lost, how long each phase took."""
 
-    receivers: tuple[WeightReceiver, ...]
     deadline_s: float
+    receivers: tuple[WeightReceiver, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
     paused_at: float = 0.0

@@ -81,7 +81,6 @@ class FakeClient:
         pass
 
     async def close(self) -> None: ...
-    async def flush_cache(self, *, idle_within_s: float) -> None: ...
 
 
 class FakeRouter:
@@ -277,7 +276,7 @@ async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
 
 
-async def test_an_engine_that_comes_up_during_an_update_gets_the_new_version(
+async def test_an_engine_that_comes_up_while_weights_are_staged_takes_part_in_their_update(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -286,48 +285,91 @@ async def test_an_engine_that_comes_up_during_an_update_gets_the_new_version(
     update = asyncio.create_task(updater.update(WeightVersion(2)))
     await eventually(lambda: FakeReceiver.trainer.staged == [1, 2])
     fleet.evict("engine-1", "it died")
-    await eventually(lambda: len(FakeReceiver.made) == 4)
-    newcomer = FakeReceiver.made[3]
-    for _ in range(100):
-        await asyncio.sleep(0.001)
-    assert newcomer.weights == ""
-    assert "engine-1" not in fleet.engines
+    await eventually(lambda: "engine-1" in fleet.engines)
+    newcomer = receiver(fleet, "engine-1")
+    assert (newcomer.weights, newcomer.version) == ("1", 1)
     FakeReceiver.trainer.hold.set()
     await update
-    await eventually(lambda: "engine-1" in fleet.engines)
     assert (newcomer.weights, newcomer.version) == ("2", 2)
 
 
-async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: WeightUpdater) -> None:
-    """Without the pin, version 3 would be written into the slot that the newcomer reads version 1 from."""
-    await updater.update(WeightVersion(1))
-    await fleet.admit()
-    goes_on = asyncio.Event()
+async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -> FakeReceiver:
+    """Evicts an engine; its successor waits in `load` until `goes_on`."""
     init = FakeReceiver.__init__
 
     def slow(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
         init(self, name, client, deadline_s=deadline_s)
         self.load_waits = goes_on
 
+    num_before = len(FakeReceiver.made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeReceiver, "__init__", slow)
-        fleet.evict("engine-1", "it died")
-        await eventually(lambda: len(FakeReceiver.made) == 4)
-    newcomer = FakeReceiver.made[3]
+        fleet.evict(name, "it died")
+        await eventually(lambda: len(FakeReceiver.made) == num_before + 1)
+    newcomer = FakeReceiver.made[-1]
     await newcomer.loading.wait()
+    return newcomer
 
-    async def two_updates() -> None:
-        await updater.update(WeightVersion(2))
-        await updater.update(WeightVersion(3))
 
-    updates = asyncio.create_task(two_updates())
+async def test_updates_go_on_beside_a_newcomer_and_do_not_stage_over_what_it_loads(
+    fleet: Fleet, updater: WeightUpdater
+) -> None:
+    """Version 2 goes to the other slot. Version 3 would be written where the newcomer reads version 1."""
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    goes_on = asyncio.Event()
+    newcomer = await newcomer_that_loads(fleet, "engine-1", goes_on)
+    await updater.update(WeightVersion(2))
+    assert "engine-1" not in fleet.engines
+    third = asyncio.create_task(updater.update(WeightVersion(3)))
     for _ in range(100):
         await asyncio.sleep(0.001)
-    assert FakeReceiver.trainer.staged == [1]
+    assert FakeReceiver.trainer.staged == [1, 2]
     goes_on.set()
-    await updates
-    assert "engine-1" in fleet.engines
+    await third
+    await eventually(lambda: "engine-1" in fleet.engines)
+    assert receiver(fleet, "engine-1") is newcomer
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
+    await eventually(lambda: fleet.engines["engine-1"].server.url in fleet.router.urls)  # type: ignore[attr-defined]
+
+
+async def test_a_newcomer_that_an_update_loses_before_the_router_knows_it_is_ended(
+    fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    may_register = threading.Event()
+    register = FakeRouter.register
+
+    def slow(self: FakeRouter, url: str, *, api_key: str) -> None:
+        assert may_register.wait(120)
+        register(self, url, api_key=api_key)
+
+    monkeypatch.setattr(FakeRouter, "register", slow)
+    fleet.evict("engine-1", "it died")
+    await eventually(lambda: "engine-1" in fleet.engines)
+    lost = fleet.engines["engine-1"].server
+    receiver(fleet, "engine-1").fails = "load"
+    update = await updater.update(WeightVersion(2))
+    assert list(update.lost_engines) == ["engine-1"]
+    may_register.set()
+    await eventually(lambda: "engine-1" in fleet.engines)
+    assert lost.stopped  # type: ignore[attr-defined]
+    assert receiver(fleet, "engine-1").weights == "2"
+    await eventually(lambda: len(fleet.router.urls) == 3)  # type: ignore[attr-defined]
+    assert lost.url not in fleet.router.urls  # type: ignore[attr-defined]
+
+
+async def test_a_newcomer_that_the_router_does_not_reach_leaves_again(
+    fleet: Fleet, updater: WeightUpdater
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    FakeRouter.made[0].unreachable = {"http://engine-1-3"}
+    fleet.evict("engine-1", "it died")
+    await eventually(lambda: len(FakeServer.made) == 5 and "engine-1" in fleet.engines)
+    assert FakeServer.made[3].stopped
+    await eventually(lambda: fleet.engines["engine-1"].server.url in fleet.router.urls)  # type: ignore[attr-defined]
 
 
 async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: WeightUpdater) -> None:
@@ -358,19 +400,10 @@ async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
     fleet: Fleet, updater: WeightUpdater, deaths: Deaths
 ) -> None:
     await updater.update(WeightVersion(1))
-    init = FakeReceiver.__init__
-
-    def stuck(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
-        init(self, name, client, deadline_s=deadline_s)
-        self.load_waits = asyncio.Event()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeReceiver, "__init__", stuck)
-        fleet.evict("engine-1", "it died")
-        await eventually(lambda: len(FakeReceiver.made) == 4)
-    await FakeReceiver.made[3].loading.wait()
+    await newcomer_that_loads(fleet, "engine-1", asyncio.Event())
     deaths.future(FakeServer.made[3]).set_result("it hangs")
     await updater.update(WeightVersion(2))
+    await updater.update(WeightVersion(3))
     await eventually(lambda: "engine-1" in fleet.engines)
     assert receiver(fleet, "engine-1") is FakeReceiver.made[4]
     assert FakeServer.made[3].stopped

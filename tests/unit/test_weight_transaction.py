@@ -125,7 +125,7 @@ async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> No
         assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
         assert engine.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
     assert set(update.seconds) == {
-        "stage", "prepare", "pause", "load", "commit", "resume", "canary", "paused"
+        "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "paused"
     }  # fmt: skip
     assert update.lost_engines == {}
 
@@ -284,45 +284,61 @@ async def test_a_load_that_every_engine_skipped_is_a_checksum_error(three: list[
     assert [engine.weights for engine in three] == ["1", "1", "1"]
 
 
+class Joined:
+    """The fleet's side of `bring_up`: makes the engine one of the fleet."""
+
+    def __init__(self, fleet: list[Receiver], engine: Receiver) -> None:
+        self.fleet = fleet
+        self.engine = engine
+
+    def __call__(self) -> None:
+        self.fleet.append(self.engine)
+
+
 class TestBringUp:
     """An engine that comes later gets what the fleet holds."""
 
     async def test_it_holds_the_version_proved(self, three: list[Receiver]) -> None:
-        updates = transaction(three[:2])
+        newcomer = three.pop()
+        updates = transaction(three)
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
-        three[2].paused = True  # the fake refuses weights under running requests
-        await updates.bring_up(three[2])
-        assert (three[2].weights, three[2].version) == ("2", 2)
-        assert three[2].calls == ["check", "load", "checksums", "commit", "logprobs"]
+        await updates.bring_up(newcomer, Joined(three, newcomer))
+        assert (newcomer.weights, newcomer.version, newcomer.paused) == ("2", 2, False)
+        assert newcomer.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+        assert three[-1] is newcomer
 
     async def test_before_the_first_version_there_is_none(self, three: list[Receiver]) -> None:
+        newcomer = three.pop()
         with pytest.raises(WeightSyncError, match="holds no version"):
-            await transaction(three[:2]).bring_up(three[2])
+            await transaction(three).bring_up(newcomer, Joined(three, newcomer))
 
-    @pytest.mark.parametrize("phase", ["check", "load", "checksums", "commit", "logprobs"])
-    async def test_a_failure_is_told(self, three: list[Receiver], phase: str) -> None:
-        updates = transaction(three[:2])
+    @pytest.mark.parametrize("phase", PHASES)
+    async def test_a_failure_is_raised_before_it_joins(self, three: list[Receiver], phase: str) -> None:
+        newcomer = three.pop()
+        updates = transaction(three)
         await updates.run(WeightVersion(1))
-        three[2].paused = True
-        three[2].fail = {phase: boom}
+        newcomer.fail = {phase: boom}
         with pytest.raises(WeightSyncError, match="boom"):
-            await updates.bring_up(three[2])
+            await updates.bring_up(newcomer, Joined(three, newcomer))
+        assert newcomer not in three
 
     async def test_a_skipped_load_shows_by_checksum(self, three: list[Receiver]) -> None:
-        updates = transaction(three[:2])
+        newcomer = three.pop()
+        updates = transaction(three)
         await updates.run(WeightVersion(1))
-        three[2].load = skip_load  # type: ignore[method-assign]
+        newcomer.load = skip_load  # type: ignore[method-assign]
         with pytest.raises(ChecksumError):
-            await updates.bring_up(three[2])
+            await updates.bring_up(newcomer, Joined(three, newcomer))
 
     async def test_the_canary_is_asked(self, three: list[Receiver]) -> None:
-        updates = transaction(three[:2])
+        newcomer = three.pop()
+        updates = transaction(three)
         await updates.run(WeightVersion(1))
-        three[2].paused = True
-        three[2].gap = 0.11
+        newcomer.gap = 0.11
         with pytest.raises(CanaryError, match="engine-2"):
-            await updates.bring_up(three[2])
+            await updates.bring_up(newcomer, Joined(three, newcomer))
+        assert newcomer not in three
 
 
 @pytest.mark.parametrize("phase", ["resume", "logprobs"])

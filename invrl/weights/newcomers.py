@@ -1,0 +1,122 @@
+"""Engines that come back while updates go on: what they read, and when they join the fleet.
+
+A newcomer loads the version that the fleet holds, in the background. Meanwhile an update may stage the next
+version, which goes to other memory, and commit it. Then the newcomer has to load once more. That second time
+updates stage beside it, but wait for it before they take the list of their engines.
+
+    loads the fleet's version ──► between two updates: holds the fleet's version? ── yes ─► joins
+      ▲                                                  │ no
+      └────────── once more, and updates wait ◄──────────┘
+
+Invariants: memory is not staged over while a newcomer reads it. A newcomer joins only while no update is
+closed to newcomers, and only with the version that the fleet holds then; so an update has it among its
+engines, or ends first. Every wait ends: a newcomer loads twice at most, and an update gives up a newcomer
+that it has waited for until the deadline. The update itself goes on.
+
+Used from one event loop. Nothing here knows how weights are moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from invrl.errors import WeightSyncError
+from invrl.types import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A newcomer that reads the memory of a version."""
+
+    engine: str
+    version: WeightVersion
+    holds_updates: bool
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    """Ends what the newcomer does once it is given up."""
+    given_up: str = ""
+    """Why, or "" while it may go on."""
+
+
+class Newcomers:
+    """`reading` and `until_open` are for newcomers, the rest is for updates, which run one at a time."""
+
+    def __init__(self, *, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._readers: list[_Reader] = []
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def reading(
+        self, engine: str, version: WeightVersion, *, holds_updates: bool = False
+    ) -> AsyncIterator[None]:
+        """Within, the memory of this version is not staged over. `holds_updates`: updates wait for the end of
+        the block before they close.
+
+        Raises WeightSyncError, at any await of the block, when an update gives the newcomer up.
+        """
+        reader = _Reader(engine=engine, version=version, holds_updates=holds_updates)
+        self._readers.append(reader)
+        try:
+            async with reader.limit:
+                yield
+        except TimeoutError:
+            if not reader.given_up:
+                raise
+        finally:
+            self._forget(reader)
+        if reader.given_up:
+            raise WeightSyncError(reader.given_up, engine=engine)
+
+    async def until_open(self) -> None:
+        """Wait until no update is closed to newcomers. Updates have deadlines, so this wait needs none."""
+        await self._until(lambda: not self._is_closed)
+
+    async def until_unread_but(self, version: WeightVersion) -> None:
+        """Wait until newcomers read this version only: the memory of every other one is free to write."""
+        waited_for = f"to finish with a version older than {version}"
+        await self._outwait(lambda reader: reader.version != version, waited_for)
+
+    async def until_none_holds_updates(self) -> None:
+        """Wait for the newcomers that are about to join. `closed` must follow without an await."""
+        await self._outwait(lambda reader: reader.holds_updates, "to join the fleet")
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within, no newcomer joins."""
+        self._is_closed = True
+        try:
+            yield
+        finally:
+            self._is_closed = False
+            self._changed.set()
+
+    async def _outwait(self, blocks: Callable[[_Reader], bool], waited_for: str) -> None:
+        """Wait until no reader blocks; after the deadline give up those that do."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._until(lambda: not any(blocks(reader) for reader in self._readers))
+        except TimeoutError:
+            for reader in [reader for reader in self._readers if blocks(reader)]:
+                wait = f"an update waited {self._deadline_s:g} s for it {waited_for}"
+                reader.given_up = f"{reader.engine} is given up: {wait}"
+                logger.error("%s", reader.given_up)
+                reader.limit.reschedule(asyncio.get_running_loop().time())
+                # It counts no more from here on, however long it takes to end.
+                self._forget(reader)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _forget(self, reader: _Reader) -> None:
+        if reader in self._readers:
+            self._readers.remove(reader)
+        self._changed.set()
