@@ -2,9 +2,9 @@
 
 Invariant: an engine that comes back joins `engines` with the fleet's version whole, and from then on every
 update includes it; only then is it registered with the router. An engine that leaves (`evict`) is unknown to
-weight updates at once; in the background it is unregistered from the router and then ended. Each engine and the router have a watch of their own (`engine_health.py`), so a failure
-there concerns that one alone; `check` raises when a watch itself has failed. A router that dies is started
-again at the same address.
+weight updates at once; in the background it is unregistered from the router and then ended. Each engine and
+the router have a watch of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
+raises when a watch itself has failed. A router that dies is started again at the same address.
 
 A plain class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers
 should.
@@ -289,8 +289,10 @@ class Fleet:
             _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
 
     async def _restart(self, name: str, bring_up: BringUp) -> None:
-        """Start a new process under the name, which joins the fleet when `bring_up` says so. Raises InvrlError
-        before that; an engine that has joined is evicted if it does not get any further."""
+        """Start a new process under the name, which joins the fleet when `bring_up` says so.
+
+        Raises InvrlError before that. An engine that has joined and that the router does not reach is evicted.
+        """
         engine = await self._started(name, self._launch(name))
 
         def join() -> None:
