@@ -291,7 +291,7 @@ class Fleet:
     async def _restart(self, name: str, bring_up: BringUp) -> None:
         """Start a new process under the name, which joins the fleet when `bring_up` says so.
 
-        Raises InvrlError before that. An engine that has joined and that the router does not reach is evicted.
+        Raises InvrlError before that. An engine that has joined and is not reached by the router is evicted.
         """
         engine = await self._started(name, self._launch(name))
 
