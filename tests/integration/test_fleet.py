@@ -67,7 +67,7 @@ async def pair(shared: Parts) -> Parts:
     """Both engines are there and generate, whatever the test before left."""
     fleet, _, _ = shared
     async with asyncio.timeout(900):
-        while fleet.engines.keys() != {"engine-0", "engine-1"}:
+        while fleet.engines.keys() != {"engine-0", "engine-1"} or not all_routed(fleet):
             await asyncio.sleep(0.1)
     for engine in fleet.engines.values():
         if engine.receiver.is_paused:
@@ -185,14 +185,16 @@ async def test_a_stopped_router_is_replaced_at_its_address(
     psutil.Process(hung.pid).suspend()
     begun = time.monotonic()
     async with asyncio.timeout(600):
-        while fleet.router is hung or not all(
-            fleet.router.registered(engine.server.url) for engine in fleet.engines.values()
-        ):
+        while fleet.router is hung or not all_routed(fleet):
             await asyncio.sleep(0.05)
     print(f"router: back after {time.monotonic() - begun:.1f} s")
     assert (fleet.router.url, fleet.router.api_key) == (hung.url, hung.api_key)
     assert len(await versions_seen(fleet)) == 1
     fleet.check()
+
+
+def all_routed(fleet: Fleet) -> bool:
+    return all(fleet.router.registered(engine.server.url) for engine in fleet.engines.values())
 
 
 async def leaves(fleet: Fleet, engine: Engine) -> None:
@@ -209,6 +211,6 @@ async def leaves(fleet: Fleet, engine: Engine) -> None:
 async def comes_back(fleet: Fleet, engine: Engine) -> None:
     name = engine.server.name
     async with asyncio.timeout(900):
-        while name not in fleet.engines or fleet.engines[name] is engine:
+        while name not in fleet.engines or fleet.engines[name] is engine or not all_routed(fleet):
             fleet.check()
             await asyncio.sleep(0.1)

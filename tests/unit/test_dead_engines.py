@@ -271,7 +271,7 @@ async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
     await eventually(lambda: len(fleet.engines) == 3)
     assert (receiver(fleet, "engine-1").weights, receiver(fleet, "engine-1").version) == ("3", 3)
     assert fleet.evicted == {}
-    assert fleet.engines["engine-1"].server.url in fleet.router.urls  # type: ignore[attr-defined]
+    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
     await updater.update(WeightVersion(4))
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
 
@@ -330,7 +330,7 @@ async def test_updates_go_on_beside_a_newcomer_and_do_not_stage_over_what_it_loa
     await eventually(lambda: "engine-1" in fleet.engines)
     assert receiver(fleet, "engine-1") is newcomer
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
-    await eventually(lambda: fleet.engines["engine-1"].server.url in fleet.router.urls)  # type: ignore[attr-defined]
+    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
 
 
 async def test_a_newcomer_that_an_update_loses_before_the_router_knows_it_is_ended(
@@ -369,7 +369,7 @@ async def test_a_newcomer_that_the_router_does_not_reach_leaves_again(
     fleet.evict("engine-1", "it died")
     await eventually(lambda: len(FakeServer.made) == 5 and "engine-1" in fleet.engines)
     assert FakeServer.made[3].stopped
-    await eventually(lambda: fleet.engines["engine-1"].server.url in fleet.router.urls)  # type: ignore[attr-defined]
+    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
 
 
 async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: WeightUpdater) -> None:
