@@ -52,7 +52,7 @@ class Fleet:
     """Engines, and a trainer with two slots. Each asserts what must not happen."""
 
     def __init__(self) -> None:
-        self.gates = {name: Gate() for name in ("stage", "load", "prove")}
+        self.gates = {name: Gate() for name in ("stage", "load", "newcomer loads", "prove")}
         self.slots = ["", ""]
         self.readers = [0, 0]
         self.engines: list[Engine] = []
@@ -112,7 +112,8 @@ class Engine:
         self.num_loads += 1
         self._fleet.readers[slot] += 1
         try:
-            await self._fleet.gates["load"].pass_through()
+            gate = "load" if self in self._fleet.engines else "newcomer loads"
+            await self._fleet.gates[gate].pass_through()
             self._weights = self._fleet.slots[slot]
         finally:
             self._fleet.readers[slot] -= 1
@@ -128,8 +129,11 @@ class Engine:
         return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
 
 
+ACTIONS = ("newcomer", "update", "stage", "load", "newcomer loads", "prove")
+
+
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.sampled_from(["newcomer", "update", "stage", "load", "prove"]), max_size=40))
+@given(st.lists(st.sampled_from(ACTIONS), max_size=40))
 def test_in_every_order_no_slot_is_torn_and_everybody_ends(actions: list[str]) -> None:
     """`Fleet` and its engines assert the invariants as things happen."""
     asyncio.run(run_story(actions))
