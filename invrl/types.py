@@ -483,8 +483,9 @@ class WeightUpdate:
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary. `paused` is the time during
-    which no engine generated."""
+    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed over the engines in a
+    rolling update. `newcomers` is the wait for engines that come back, `trainer_canary` the trainer's part of
+    the canary, `paused` the longest time during which an engine did not generate."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)

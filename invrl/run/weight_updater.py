@@ -31,6 +31,7 @@ def create_weight_updater(config: Config, sender: WeightSender, fleet: Fleet) ->
         canary_prompts=canary_prompts(config.model.folder),
         bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
         deadline_s=config.weight_sync.weight_sync_timeout_s,
+        is_rolling=config.weight_sync.weight_update == "rolling",
     )
     return WeightUpdater(transaction, fleet)
 

@@ -1,4 +1,4 @@
-"""Settings of weight updates: the transport, and how long an update may take."""
+"""Settings of weight updates: the transport, the order of the engines, and how long an update may take."""
 
 from typing import Literal
 
@@ -12,6 +12,9 @@ class WeightSyncConfig(Section):
 
     weight_transport: Literal["arena", "bucket"] = Field(
         "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    weight_update: Literal["together", "rolling"] = Field(
+        "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"
     )
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"

@@ -3,14 +3,19 @@
     stage ─► prepare ─► pause ─► load ─► checksums ─► commit ─► resume ─► canary
       └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume
 
-Invariant: all engines that stay in the fleet hold the new version, or all of them hold the old one. Nobody
-samples while the weights differ from the version's name.
+Invariant: when an update has ended, all engines that stay in the fleet hold the new version, or all of them
+hold the old one. Nobody samples while the weights differ from the version's name.
 
 An engine that fails in a phase that another engine passes is lost: it is not called again, the update goes
 on with the rest, and the caller takes it out of the fleet. A phase in which every remaining engine fails
 ends the update. Then the weights staged before are loaded again into every engine that may have been
 written, a checksum proves them, and the engines resume. An engine that cannot be restored stays paused and
 is named in the error.
+
+In a rolling update each engine goes from the pause to the canary by itself, one after the other, so that the
+others generate meanwhile under the version that they hold; each token carries the version of its engine. Up
+to the first engine that passes its canary, an engine that fails goes back to the old weights. From then on
+the update goes forwards only: an engine that fails is lost. `_give_one_by_one` says the rest.
 
 Pure over `interfaces`.
 """
@@ -83,6 +88,8 @@ class WeightTransaction:
     bound: CanaryBound
     deadline_s: float = 300.0
     """Of each phase, over all engines, which work side by side; of a short phase at most 60 s."""
+    is_rolling: bool = False
+    """Engines are updated one after the other, while the others generate; else all together."""
     committed: Committed | None = field(default=None, init=False)
     """None before the first update."""
     _newcomers: Newcomers = field(init=False)
@@ -94,7 +101,8 @@ class WeightTransaction:
         """Give `version` to every engine.
 
         Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After all of them but
-        CanaryError every engine that is not in `unrestored` serves the old version.
+        CanaryError every engine that is not in `unrestored` serves the old version; in a rolling update after
+        a CanaryError of the first engine too.
         """
         update = _Update(deadline_s=self.deadline_s)
         if self.committed is not None:
@@ -107,40 +115,85 @@ class WeightTransaction:
             update.receivers = tuple(await self.receivers())
             if not update.receivers:
                 raise WeightSyncError("the fleet has no engine to update")
-            return await self._give_to_all(update, layout, staged)
-
-    async def _give_to_all(
-        self, update: _Update, layout: WeightLayout, staged: StagedWeights
-    ) -> WeightUpdate:
-        """Raises as `run` does."""
-        version = staged.version
-        try:
             await update.call_each("prepare", lambda engine: engine.check(layout, staged))
+            new = Committed(staged=staged, layout=layout)
+            if self.is_rolling:
+                await self._give_one_by_one(update, new)
+            else:
+                await self._give_to_all(update, new, old=self.committed)
+        return WeightUpdate(
+            version=version,
+            num_bytes=staged.num_bytes,
+            seconds=update.seconds,
+            canary_max_gap=max(update.max_gaps, default=0.0),
+            canary_mean_gap=max(update.mean_gaps, default=0.0),
+            lost_engines={name: str(error) for name, error in update.lost.items()},
+        )
+
+    async def _give_to_all(self, update: _Update, new: Committed, *, old: Committed | None) -> None:
+        """From the pause to the canary, for all engines of the update together. Raises as `run` does."""
+        staged = new.staged
+        try:
             # From here to the commit no engine generates.
             update.paused_at = time.monotonic()
             update.paused = True
             await update.call_each("pause", lambda engine: engine.pause())
             update.touched = True
             await update.call_each("load", lambda engine: load_verified(engine, staged))
-            await update.call_each("commit", lambda engine: engine.commit(version))
+            await update.call_each("commit", lambda engine: engine.commit(staged.version))
         except BaseException as error:  # cancellation too: no engine may stay paused or mixed
-            unrestored = await self._roll_back(update)
+            unrestored = await self._roll_back(update, old)
             if isinstance(error, WeightSyncError):
                 error.unrestored = unrestored
             raise
-        self.committed = Committed(staged=staged, layout=layout)
+        if self.committed is old:
+            self.committed = new
         # Shielded from cancellation: an engine that stays paused would block its agents for ever.
         resuming = asyncio.ensure_future(self._resume_committed(update))
         await asyncio.shield(resuming)
-        max_gap, mean_gap = await self._check_canary(update)
-        return WeightUpdate(
-            version=version,
-            num_bytes=staged.num_bytes,
-            seconds=update.seconds,
-            canary_max_gap=max_gap,
-            canary_mean_gap=mean_gap,
-            lost_engines={name: str(error) for name, error in update.lost.items()},
-        )
+        await self._check_canary(update)
+
+    async def _give_one_by_one(self, update: _Update, new: Committed) -> None:
+        """One engine after the other goes through the phases of `_give_to_all`; the others generate.
+
+        An engine that fails before its commit goes back to the old weights. It is lost if another engine
+        passes. If none passes, the first failure is raised, and all that is left holds the old version. A
+        canary over its bound ends the update: if no engine has passed before, that engine goes back too.
+        """
+        old = self.committed
+        has_passed = False
+        failures: list[WeightSyncError] = []
+        unrestored = list(update.lost)
+        for engine in update.remaining():
+            alone = _Update(deadline_s=self.deadline_s, receivers=(engine,), seconds=update.seconds)
+            try:
+                await self._give_to_all(alone, new, old=old)
+            except CanaryError as error:
+                if old is not None and not has_passed:
+                    self.committed = old
+                    error.unrestored = await self._go_back(alone, old)
+                raise
+            except WeightSyncError as error:
+                logger.error("%s is dropped from the update: %s", engine.name, error)
+                update.lost[engine.name] = error
+                failures.append(error)
+                unrestored.extend(error.unrestored)
+            else:
+                has_passed = True
+                update.max_gaps += alone.max_gaps
+                update.mean_gaps += alone.mean_gaps
+        if not has_passed:
+            self.committed = old
+            error = failures[0]
+            error.unrestored = tuple(unrestored)
+            raise error
+
+    async def _go_back(self, update: _Update, old: Committed) -> tuple[str, ...]:
+        """Give the old weights to engines that have resumed under the new ones. Returns those lost."""
+        update.paused = True
+        update.touched = True
+        await update.try_each("pause", lambda engine: engine.pause())
+        return await self._roll_back(update, old)
 
     async def bring_up(self, engine: WeightReceiver, join: Callable[[], None]) -> None:
         """Give the fleet's version to an engine that serves nobody yet, and prove it by checksum and canary.
@@ -192,10 +245,9 @@ class WeightTransaction:
             raise WeightSyncError(f"staging took over {self.deadline_s} s") from None
         return layout, staged
 
-    async def _roll_back(self, update: _Update) -> tuple[str, ...]:
+    async def _roll_back(self, update: _Update, old: Committed | None) -> tuple[str, ...]:
         """Put the old weights back and resume. Returns the engines that were lost, before or now."""
         if update.touched:
-            old = self.committed
             if old is None:
                 return tuple(engine.name for engine in update.receivers)
             await update.try_each("load", lambda engine: load_verified(engine, old.staged))
@@ -207,34 +259,34 @@ class WeightTransaction:
     async def _resume_committed(self, update: _Update) -> None:
         """Every engine holds the new version. An engine that does not resume is lost; nothing is undone."""
         await update.try_each("resume", lambda engine: engine.resume())
-        update.seconds["paused"] = time.monotonic() - update.paused_at
+        paused_s = time.monotonic() - update.paused_at
+        update.seconds["paused"] = max(paused_s, update.seconds.get("paused", 0.0))
         update.raise_if_all_lost()
 
-    async def _check_canary(self, update: _Update) -> tuple[float, float]:
-        """(largest, mean) gap over engines, prompts and tokens. Raises CanaryError beyond the bound."""
+    async def _check_canary(self, update: _Update) -> None:
+        """Ask the engines of the update. Raises CanaryError beyond the bound."""
+        if not self.canary_prompts:
+            return
         committed = self.committed
-        if not self.canary_prompts or committed is None:
-            return 0.0, 0.0
+        assert committed is not None, "the canary follows a commit"
+        expected = committed.canary
+        if expected is None:
+            with timed(update.seconds, "trainer_canary"):
+                trained = await self.sender.logprobs(self.canary_prompts)
+            expected = np.concatenate(trained)
         served: dict[str, NDArray[np.float32]] = {}
 
         async def ask(engine: WeightReceiver) -> None:
             logprobs = await engine.logprobs(self.canary_prompts)
             served[engine.name] = np.concatenate(logprobs)
 
-        with timed(update.seconds, "canary"):
-            trained = await self.sender.logprobs(self.canary_prompts)
-        expected = np.concatenate(trained)
         await update.try_each("canary", ask)
         update.raise_if_all_lost()
-        max_gaps: list[float] = []
-        mean_gaps: list[float] = []
         for name, logprobs in served.items():
-            difference = logprobs - expected
-            max_gap, mean_gap = self._check_gap(name, difference, committed.staged.version)
-            max_gaps.append(max_gap)
-            mean_gaps.append(mean_gap)
+            max_gap, mean_gap = self._check_gap(name, logprobs - expected, committed.staged.version)
+            update.max_gaps.append(max_gap)
+            update.mean_gaps.append(mean_gap)
         self.committed = replace(committed, canary=expected)
-        return max(max_gaps), max(mean_gaps)
 
     def _check_gap(
         self, name: str, difference: NDArray[np.float32], version: WeightVersion
@@ -263,6 +315,9 @@ class _Update:
     receivers: tuple[WeightReceiver, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
+    max_gaps: list[float] = field(default_factory=list)
+    """Of the canary, by engine; `mean_gaps` too."""
+    mean_gaps: list[float] = field(default_factory=list)
     paused_at: float = 0.0
     paused: bool = False
     """Some engine may be paused."""
@@ -275,7 +330,7 @@ class _Update:
         An engine that fails is lost, unless every engine fails: then the first failure is raised with its
         engine's name, and no engine is lost.
         """
-        remaining = self._remaining()
+        remaining = self.remaining()
         failures = await self._call_side_by_side(phase, remaining, call)
         if len(failures) == len(remaining):
             raise self._error_of_all(phase, failures) from next(iter(failures.values()))
@@ -283,13 +338,15 @@ class _Update:
 
     async def try_each(self, phase: Phase, call: Call) -> None:
         """As `call_each`, but an engine that fails is lost even if every engine fails."""
-        failures = await self._call_side_by_side(phase, self._remaining(), call)
+        failures = await self._call_side_by_side(phase, self.remaining(), call)
         self._lose(phase, failures)
 
     def raise_if_all_lost(self) -> None:
         if len(self.lost) == len(self.receivers):
             name, error = list(self.lost.items())[-1]
-            reason = f"every engine was lost after the commit, {name} with: {error}"
+            reason = f"{name} was lost after the commit: {error}"
+            if len(self.receivers) > 1:
+                reason = f"every engine was lost after the commit, {reason}"
             raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
 
     def _error_of_all(self, phase: Phase, failures: Mapping[str, Exception]) -> WeightSyncError:
@@ -306,7 +363,7 @@ class _Update:
             return type(error)(message, engine=name)
         return WeightSyncError(message, engine=name)
 
-    def _remaining(self) -> list[WeightReceiver]:
+    def remaining(self) -> list[WeightReceiver]:
         return [engine for engine in self.receivers if engine.name not in self.lost]
 
     def _lose(self, phase: Phase, failures: Mapping[str, Exception]) -> None:

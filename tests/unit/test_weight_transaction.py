@@ -97,7 +97,7 @@ class Receiver:
         return [np.full(len(ids) - 1, self.gap, np.float32) for ids in prompts]
 
 
-def transaction(receivers: Sequence[Receiver]) -> WeightTransaction:
+def transaction(receivers: Sequence[Receiver], *, is_rolling: bool = False) -> WeightTransaction:
     async def fleet() -> Sequence[Receiver]:
         return receivers
 
@@ -107,6 +107,7 @@ def transaction(receivers: Sequence[Receiver]) -> WeightTransaction:
         canary_prompts=[[1, 2, 3]],
         bound=CanaryBound(max_gap=0.1, mean_gap=0.05),
         deadline_s=600.0,
+        is_rolling=is_rolling,
     )
 
 
@@ -125,7 +126,8 @@ async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> No
         assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
         assert engine.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
     assert set(update.seconds) == {
-        "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "paused"
+        "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "trainer_canary",
+        "paused",
     }  # fmt: skip
     assert update.lost_engines == {}
 
@@ -351,12 +353,12 @@ async def test_after_the_commit_a_failing_engine_is_lost_and_the_others_go_on(
     assert [(e.weights, e.version, e.paused) for e in three[1:]] == [("1", 1, False)] * 2
 
 
-async def test_all_lost_after_the_commit_is_an_error() -> None:
-    engine = Receiver("engine-0")
-    engine.fail = {"resume": boom}
-    with pytest.raises(WeightSyncError, match="every engine") as raised:
-        await transaction([engine]).run(WeightVersion(1))
-    assert raised.value.unrestored == ("engine-0",)
+async def test_all_lost_after_the_commit_is_an_error(three: list[Receiver]) -> None:
+    for engine in three:
+        engine.fail = {"resume": boom}
+    with pytest.raises(WeightSyncError, match="every engine was lost after the commit") as raised:
+        await transaction(three).run(WeightVersion(1))
+    assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
 
 
 @pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])
@@ -400,9 +402,170 @@ async def test_cancelled_in_any_phase_nobody_stays_paused_or_mixed(three: list[R
     assert not any(e.traffic_on_mixed for e in three)
 
 
-async def test_an_empty_fleet_is_an_error() -> None:
+@pytest.mark.parametrize("is_rolling", [False, True])
+async def test_an_empty_fleet_is_an_error(is_rolling: bool) -> None:
     with pytest.raises(WeightSyncError, match="no engine"):
-        await transaction([]).run(WeightVersion(1))
+        await transaction([], is_rolling=is_rolling).run(WeightVersion(1))
+
+
+class TestRolling:
+    """One engine after the other. The fleet ends on one version, or says who is not on it."""
+
+    async def test_one_engine_is_paused_at_a_time_until_its_canary_was_asked(
+        self, three: list[Receiver]
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        order: list[str] = []
+        for engine in three:
+            phase = engine._phase
+
+            async def noted(at: str, engine: Receiver = engine, phase=phase) -> None:
+                assert [other.name for other in three if other.paused and other is not engine] == []
+                order.append(f"{engine.name} {at}")
+                await phase(at)
+
+            engine._phase = noted  # type: ignore[method-assign]
+        update = await updates.run(WeightVersion(2))
+        alone = ["pause", "load", "checksums", "commit", "resume", "logprobs"]
+        assert order == [f"{engine.name} check" for engine in three] + [
+            f"{engine.name} {phase}" for engine in three for phase in alone
+        ]
+        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 3
+        assert update.lost_engines == {}
+        assert not any(engine.traffic_on_mixed for engine in three)
+
+    @WAYS
+    @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
+    @pytest.mark.parametrize("index", [0, 2])
+    async def test_an_engine_that_fails_alone_is_lost_and_the_update_goes_on(
+        self, three: list[Receiver], phase: str, how: str, index: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        fail_in([three[index]], phase, how, monkeypatch)
+        update = await updates.run(WeightVersion(2))
+        lost = three.pop(index)
+        assert list(update.lost_engines) == [lost.name]
+        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 2
+        # Until the fleet has ended it, it serves the version that it held before, whole.
+        assert (lost.weights, lost.version, lost.paused) == ("1", 1, False)
+        assert not lost.traffic_on_mixed
+        three[0].fail = three[1].fail = {}
+        assert (await updates.run(WeightVersion(3))).version == 3
+
+    @WAYS
+    @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
+    async def test_if_no_engine_passes_all_hold_the_old_version(
+        self, three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        fail_in(three, phase, how, monkeypatch)
+        with pytest.raises(WeightSyncError, match="engine-0") as raised:
+            await updates.run(WeightVersion(2))
+        assert raised.value.unrestored == ()
+        assert [(e.weights, e.version, e.paused) for e in three] == [("1", 1, False)] * 3
+        assert not any(engine.traffic_on_mixed for engine in three)
+        assert (await updates.run(WeightVersion(2))).lost_engines == {}
+
+    async def test_without_earlier_weights_written_engines_are_unrestored(
+        self, three: list[Receiver]
+    ) -> None:
+        for engine in three:
+            engine.fail = {"load": boom}
+        with pytest.raises(WeightSyncError) as raised:
+            await transaction(three, is_rolling=True).run(WeightVersion(1))
+        assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
+
+    @pytest.mark.parametrize("phase", ["resume", "logprobs"])
+    @pytest.mark.parametrize("index", [0, 1])
+    async def test_an_engine_that_fails_after_its_commit_is_lost(
+        self, three: list[Receiver], phase: str, index: int
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        three[index].fail = {phase: boom}
+        update = await updates.run(WeightVersion(2))
+        lost = three.pop(index)
+        assert update.lost_engines == {lost.name: f"{lost.name} was lost after the commit: boom"}
+        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 2
+
+    async def test_a_bad_model_stops_at_the_first_engine_which_goes_back(self, three: list[Receiver]) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        for engine in three:
+            engine.gap = 0.11
+            engine.calls.clear()
+        with pytest.raises(CanaryError, match="engine-0") as raised:
+            await updates.run(WeightVersion(2))
+        assert raised.value.unrestored == ()
+        assert [(e.weights, e.version, e.paused) for e in three] == [("1", 1, False)] * 3
+        assert [engine.calls for engine in three[1:]] == [["check"]] * 2
+        assert not any(engine.traffic_on_mixed for engine in three)
+        newcomer = Receiver("engine-3")
+        await updates.bring_up(newcomer, Joined(three, newcomer))  # the fleet's version is the old one
+        assert newcomer.version == 1
+
+    async def test_an_engine_that_cannot_go_back_is_named(self, three: list[Receiver]) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        three[0].gap = 0.11
+        loads = iter([None, boom])
+        load = three[0].load
+
+        async def second_fails(staged: StagedWeights) -> None:
+            failure = next(loads)
+            if failure is not None:
+                failure()
+            await load(staged)
+
+        three[0].load = second_fails  # type: ignore[method-assign]
+        with pytest.raises(CanaryError) as raised:
+            await updates.run(WeightVersion(2))
+        assert raised.value.unrestored == ("engine-0",)
+        assert three[0].paused
+
+    async def test_a_canary_of_a_later_engine_ends_the_update_and_undoes_nothing(
+        self, three: list[Receiver]
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        three[1].gap = 0.11
+        with pytest.raises(CanaryError, match="engine-1"):
+            await updates.run(WeightVersion(2))
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("2", 2, False), ("2", 2, False), ("1", 1, False)
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("phase", ["pause", "load", "checksums", "commit", "resume"])
+    async def test_cancelled_in_any_phase_every_engine_is_whole_and_generates(
+        self, three: list[Receiver], phase: str
+    ) -> None:
+        updates = transaction(three, is_rolling=True)
+        await updates.run(WeightVersion(1))
+        reached = asyncio.Event()
+        release = asyncio.Event()
+        first = three[1]._phase
+
+        async def slow(at: str) -> None:
+            if at == phase and not reached.is_set():
+                reached.set()
+                await release.wait()
+            await first(at)
+
+        three[1]._phase = slow  # type: ignore[method-assign]
+        task = asyncio.create_task(updates.run(WeightVersion(2)))
+        await reached.wait()
+        task.cancel()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(60):
+            while any(engine.paused for engine in three):
+                await asyncio.sleep(0.001)
+        assert [engine.weights for engine in three] == [str(engine.version) for engine in three]
+        assert not any(engine.traffic_on_mixed for engine in three)
 
 
 def test_bounds_follow_the_coarsest_dtype() -> None:
