@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import psutil
@@ -25,6 +25,7 @@ from invrl.types import Sampling, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 Parts = tuple[Fleet, WeightUpdater, TorchSender]
+CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ async def shared(
         transaction = WeightTransaction(
             sender,
             fleet.receivers,
-            canary_prompts=[[1, 2, 3, 400, 17], [9, 8, 7]],
+            canary_prompts=CANARY,
             bound=CanaryBound.for_dtypes("float32"),
         )
         yield fleet, WeightUpdater(transaction, fleet), sender
@@ -75,20 +76,22 @@ async def pair(shared: Parts) -> Parts:
     return shared
 
 
-def request(index: int) -> GenerateRequest:
+def request(index: int, *, num_tokens: int = 5) -> GenerateRequest:
     return GenerateRequest(
         rid=f"pair-{np.random.randint(1 << 40)}",
         input_ids_T=np.array([1, 40 + index], np.int32),
-        sampling=Sampling(max_new_tokens=5),
+        sampling=Sampling(max_new_tokens=num_tokens),
         ignore_eos=True,
         routing_key=f"session-{index}",
     )
 
 
-async def versions_seen(fleet: Fleet) -> set[int]:
+async def versions_seen(fleet: Fleet, *, num_tokens: int = 5) -> set[int]:
     client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
     async with client:
-        results = await asyncio.gather(*(client.generate(request(index)) for index in range(12)))
+        results = await asyncio.gather(
+            *(client.generate(request(index, num_tokens=num_tokens)) for index in range(12))
+        )
     return {span.version for result in results for span in result.spans}
 
 
@@ -135,6 +138,40 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
     staged = await sender.stage(WeightVersion(4))
     for engine in fleet.engines.values():
         assert await engine.receiver.checksums(staged) == sender.checksums()
+
+
+@pytest.mark.timeout(1200)
+async def test_a_rolling_update_pauses_one_engine_at_a_time(
+    pair: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, _, sender = pair
+    transaction = WeightTransaction(
+        sender,
+        fleet.receivers,
+        canary_prompts=CANARY,
+        bound=CanaryBound.for_dtypes("float32"),
+        is_rolling=True,
+    )
+    updates = WeightUpdater(transaction, fleet)
+    paused_together: list[bool] = []
+    for engine in fleet.engines.values():
+        pause = engine.receiver.pause
+
+        async def noted(pause: Callable[[], Awaitable[None]] = pause) -> None:
+            await pause()
+            paused_together.append(all(engine.receiver.is_paused for engine in fleet.engines.values()))
+
+        monkeypatch.setattr(engine.receiver, "pause", noted)
+    sender.train(10)
+    await updates.update(WeightVersion(10))
+    sampling = asyncio.create_task(versions_seen(fleet, num_tokens=200))
+    sender.train(11)
+    update = await updates.update(WeightVersion(11))
+    assert update.lost_engines == {}
+    assert update.canary_max_gap <= 1e-3
+    assert paused_together == [False] * 4
+    assert await sampling <= {10, 11}
+    assert await versions_seen(fleet) == {11}
 
 
 @pytest.mark.timeout(1200)

@@ -130,6 +130,19 @@ def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
     assert buffer.lease() is not None
 
 
+@pytest.mark.parametrize(("staleness", "is_taken"), [(0, False), (1, True)])
+def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(staleness: int, is_taken: bool) -> None:
+    """In a rolling update engines differ by a version, so a rollout may have tokens of both. It is taken once
+    the last engine holds the newer version, if the bound admits the older one."""
+    buffer = make(staleness=staleness)
+    lease = lease_all(buffer)[0]
+    complete(buffer, lease.group_id, oldest=0, newest=1)
+    assert buffer.take() is None
+    buffer.advance(WeightVersion(1))
+    assert (buffer.take() is not None) == is_taken
+    assert buffer.events.dropped["stale"] == (0 if is_taken else 1)
+
+
 def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
     buffer = make(staleness=1, batch=2)
     first = lease_all(buffer)
