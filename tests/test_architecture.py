@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"host", "store", "engines.sglang_client", "engines.routed_experts"},
     "observe": {"host", "store", "buffer", "gateway.types"},
 }
-MAY_IMPORT["bench"] = {"host", "train", "algorithms"}
+MAY_IMPORT["bench"] = {"host", "train", "algorithms", "engines", "weights"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 INSIDE_THE_GATEWAY: dict[str, set[str]] = {

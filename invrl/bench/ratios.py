@@ -2,15 +2,17 @@
 
 A ratio is of two measurements of one run, taken in turns, so that it says more about the code than about the
 machine's other load. A later run is compared with the median of those before it on the same kind of machine.
+A ratio of speeds should not fall, and a ratio of costs should not rise.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 TARGETS = {
     "gateway_router": 0.95,
@@ -21,6 +23,8 @@ TARGETS = {
 }
 """Ratio -> the least it should be."""
 WORST_FALL = 0.10
+WORST_RISE = 0.25
+"""More than the worst fall: costs are wall time, which other work of the machine lengthens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,33 +57,60 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fall:
-    """A ratio that fell by more than `WORST_FALL`."""
+class Part:
+    """What one part of a measurement found: ratios, and what they come from under names of their own."""
+
+    ratios: Mapping[str, float]
+    details: Mapping[str, Any]
+    failure: str = ""
+    """Why it has no ratios, or what went wrong while they were measured; "" where nothing did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A ratio that fell by more than `WORST_FALL`, or rose by more than `WORST_RISE`."""
 
     name: str
     now: float
     before: float
+    """The median of the runs before."""
     runs: int
 
     def __str__(self) -> str:
-        change = self.now / self.before - 1
-        return f"{self.name} fell to {self.now:.3f}: {change:+.0%} from {self.before:.3f} in {self.runs} runs"
+        direction = "fell" if self.now < self.before else "rose"
+        change = f"{self.now / self.before - 1:+.0%} from " if self.before else "from "
+        return f"{self.name} {direction} to {self.now:.3f}: {change}{self.before:.3f} in {self.runs} runs"
 
 
-def falls(now: Entry, history: Sequence[Entry]) -> list[Fall]:
+def falls(now: Entry, history: Sequence[Entry]) -> list[Change]:
     """Each ratio of `now` against the median of the runs of the same machine and model that have it."""
-    found = []
+    changes = _changes(now, history)
+    return [change for change in changes if change.now < (1 - WORST_FALL) * change.before]
+
+
+def rises(now: Entry, history: Sequence[Entry]) -> list[Change]:
+    """As `falls`, for ratios of costs."""
+    changes = _changes(now, history)
+    return [change for change in changes if change.now > (1 + WORST_RISE) * change.before]
+
+
+def _changes(now: Entry, history: Sequence[Entry]) -> Iterator[Change]:
+    """Every ratio that the runs before have."""
+    comparable = [entry for entry in history if (entry.machine, entry.model) == (now.machine, now.model)]
     for name, value in now.ratios.items():
-        like = [one for one in history if (one.machine, one.model) == (now.machine, now.model)]
-        values = [one.ratios[name] for one in like if name in one.ratios]
-        if values and value < (1 - WORST_FALL) * median(values):
-            found.append(Fall(name=name, now=value, before=median(values), runs=len(values)))
-    return found
+        values = [entry.ratios[name] for entry in comparable if name in entry.ratios]
+        if values:
+            yield Change(name=name, now=value, before=median(values), runs=len(values))
 
 
 def missed(ratios: Mapping[str, float], targets: Mapping[str, float] = TARGETS) -> list[str]:
     """The ratios that are below their target, if they have one."""
     return [name for name, value in ratios.items() if value < targets.get(name, 0.0)]
+
+
+def exceeded(costs: Mapping[str, float], targets: Mapping[str, float]) -> list[str]:
+    """The costs that are above their target, if they have one."""
+    return [name for name, value in costs.items() if value > targets.get(name, float("inf"))]
 
 
 def read_history(path: Path) -> list[Entry]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from invrl.bench.ratios import Speeds
+from invrl.bench.ratios import Part, Speeds
 from invrl.errors import ConfigError, DeadlineError, TrainError
 from invrl.host.descendants import die_with_parent
 from invrl.host.process import random_key
@@ -75,16 +75,6 @@ class _LayoutResult(BaseModel):
     @property
     def tokens_per_s(self) -> float:
         return self.row_tokens / median(self.seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one part of the measurement found: ratios, and what they come from under names of their own."""
-
-    ratios: Mapping[str, float]
-    details: Mapping[str, Any]
-    failure: str = ""
-    """Why it has no ratios; "" where it has, or where the model cannot be divided so."""
 
 
 def measure_trainer(settings: BenchSettings) -> Iterator[Part]:

@@ -14,9 +14,9 @@ from tiny_model import make_tiny_model
 from invrl.bench import trainer
 from invrl.bench.even_model import even_heads, make_even_model
 from invrl.bench.hugging_face_step import pad_batch
+from invrl.bench.ratios import Part
 from invrl.bench.trainer import (
     BenchSettings,
-    Part,
     _LayoutResult,
     _ratios_of_steps,
     _refusal,

@@ -1,0 +1,37 @@
+"""What `invrl bench weights` measures, and what its ratios should be. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+IN_FLIGHT_MODE = "retract"
+"""What happens to requests in flight: they are computed again from their tokens, with the new weights."""
+FEW_REQUESTS = 8
+MANY_REQUESTS = 64
+WEIGHT_TARGETS = {
+    "engine_idle": 3.0,
+    f"gap_{FEW_REQUESTS}_{IN_FLIGHT_MODE}": 1.5,
+    f"gap_{MANY_REQUESTS}_{IN_FLIGHT_MODE}": 1.5,
+    f"failed_requests_{FEW_REQUESTS}": 0.0,
+    f"failed_requests_{MANY_REQUESTS}": 0.0,
+    f"unequal_tensors_{FEW_REQUESTS}": 0.0,
+    f"unequal_tensors_{MANY_REQUESTS}": 0.0,
+}
+"""Ratio -> the most it should be. The targets of gaps are those of updates that leave keys and values in
+place. The ratios of the loader alone are on record only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBenchSettings:
+    model_path: str
+    engine_dtype: Literal["bfloat16", "float32"]
+    updates: PositiveInt
+    """With few requests in flight."""
+    repetitions: PositiveInt
+    """Updates of every other part."""
+    with_engine: bool
+    with_1b: bool
+    canary_prompts: tuple[tuple[int, ...], ...]
+    deadline_s: PositiveFloat
+    """Of each phase of an update, and of each wait for tokens."""

@@ -1,0 +1,228 @@
+"""Updates of one engine's weights, beside copies of as many bytes: while it is idle, and with requests in flight.
+
+An update is the transaction of a run (`weights/transaction.py`) over the arena.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from invrl.bench.changing_weights import ChangingWeights
+from invrl.bench.ratios import Part
+from invrl.bench.streams import Streams
+from invrl.bench.token_times import Window, decode_step, longest_gap, longest_silence
+from invrl.bench.weight_settings import IN_FLIGHT_MODE
+from invrl.engines.sglang_client import SglangClient
+from invrl.engines.weight_receiver import EngineReceiver
+from invrl.interfaces import StagedWeights, WeightReceiver
+from invrl.types import WeightVersion
+from invrl.weights.transaction import CanaryBound, WeightTransaction
+
+_WARM_UP_UPDATES = 2
+"""The first write into each slot of the arena faults its memory in."""
+_COPY_BUFFER_BYTES = 256 << 20
+"""More than a processor caches."""
+_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedUpdate:
+    """One update, and one copy of the same bytes before it."""
+
+    window: Window
+    """From the end of the trainer's step to the end of the update, its canary included."""
+    ready_s: float
+    """From the end of the trainer's step until the engine can decode under the new version."""
+    copy_s: float
+    phases: Mapping[str, float]
+
+
+class UpdatedEngine:
+    """An engine, or the loader alone, and the weights that it gets again and again."""
+
+    def __init__(
+        self,
+        weights: ChangingWeights,
+        receiver: EngineReceiver,
+        *,
+        canary_prompts: Sequence[Sequence[int]],
+        dtype: str,
+        deadline_s: float,
+        version: int = 0,
+    ) -> None:
+        """`version`: what the engine holds."""
+        self._weights = weights
+        self.receiver = receiver
+        self._version = version
+        self._num_bytes = 0
+
+        async def receivers() -> Sequence[WeightReceiver]:
+            return [receiver]
+
+        self._transaction = WeightTransaction(
+            weights,
+            receivers,
+            canary_prompts=canary_prompts,
+            bound=CanaryBound.for_dtypes(dtype),
+            deadline_s=deadline_s,
+        )
+
+    async def warm_up(self) -> None:
+        """Raises WeightSyncError, as every update does."""
+        for _ in range(_WARM_UP_UPDATES):
+            await self.change_weights()
+            await self.update(copy_s=0.0)
+
+    async def change_weights(self) -> None:
+        await self._weights.change()
+
+    async def update(self, *, copy_s: float) -> TimedUpdate:
+        self._version += 1
+        start = time.monotonic()
+        update = await self._transaction.run(WeightVersion(self._version))
+        end = time.monotonic()
+        self._num_bytes = update.num_bytes
+        canary_s = update.seconds.get("canary", 0.0)
+        return TimedUpdate(
+            window=Window(start=start, end=end),
+            ready_s=end - start - canary_s,
+            copy_s=copy_s,
+            phases=update.seconds,
+        )
+
+    async def copy_seconds(self) -> float:
+        """Of a copy of as many bytes as an update has, within this process."""
+        return await asyncio.to_thread(copy_seconds, self._num_bytes)
+
+    async def unequal_tensors(self) -> int:
+        """How many tensors of the engine differ from the trainer's. Generation must be paused."""
+        staged = StagedWeights(version=WeightVersion(self._version), handle="", checksums={}, num_bytes=0)
+        held = await self.receiver.checksums(staged)
+        expected = await self._weights.checksums()
+        return sum(held.get(name) != checksum for name, checksum in expected.items())
+
+
+def copy_seconds(num_bytes: int) -> float:
+    """The median of three copies of so many bytes from memory to memory, by one thread, through buffers that
+    are faulted in."""
+    size = min(num_bytes, _COPY_BUFFER_BYTES)
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8)
+    seconds: list[float] = []
+    for _ in range(3):
+        start = time.monotonic()
+        for first_byte in range(0, num_bytes, size):
+            count = min(size, num_bytes - first_byte)
+            target[:count].copy_(source[:count])
+        seconds.append(time.monotonic() - start)
+    return median(seconds)
+
+
+async def measure_idle(engine: UpdatedEngine, *, name: str, updates: int) -> Part:
+    """An engine that nobody asks for tokens. The ratio is `name`."""
+    measured: list[TimedUpdate] = []
+    unequal = 0
+    for _ in range(updates):
+        await engine.change_weights()
+        copy_s = await engine.copy_seconds()
+        measured.append(await engine.update(copy_s=copy_s))
+        unequal += await engine.unequal_tensors()
+    ratio = median(update.ready_s / update.copy_s for update in measured)
+    details = summary_of(measured) | {"unequal_tensors": unequal}
+    failure = f"{name}: {unequal} tensors are not what the trainer has" if unequal else ""
+    return Part(ratios={name: ratio}, details={name: details}, failure=failure)
+
+
+async def measure_in_flight(
+    engine: UpdatedEngine, client: SglangClient, *, number: int, updates: int, deadline_s: float
+) -> Part:
+    """The same engine with a number of requests in flight. `client` samples, through the router or not."""
+    measured: list[TimedUpdate] = []
+    quiet: list[Window] = []
+    unequal = 0
+    async with Streams(
+        client, number=number, max_new_tokens=_MAX_NEW_TOKENS, deadline_s=deadline_s
+    ) as streams:
+        await streams.wait_for_tokens(1)
+        for _ in range(updates):
+            # While generation is paused, the copy is not slowed down by it.
+            await engine.receiver.pause()
+            if measured:
+                unequal += await engine.unequal_tensors()
+            copy_s = await engine.copy_seconds()
+            await engine.change_weights()
+            await engine.receiver.resume()
+            await streams.wait_for_tokens(2)
+            quiet_from = time.monotonic()
+            await streams.wait_for_tokens(4)
+            update = await engine.update(copy_s=copy_s)
+            quiet.append(Window(start=quiet_from, end=update.window.start))
+            measured.append(update)
+            await streams.wait_for_tokens(1)
+        await engine.receiver.pause()
+        unequal += await engine.unequal_tensors()
+        await engine.receiver.resume()
+    return part_in_flight(measured, streams, quiet, number=number, unequal=unequal)
+
+
+# ------------------------------------------------------------------ what follows from measured updates
+
+
+def summary_of(updates: Sequence[TimedUpdate]) -> dict[str, Any]:
+    """Medians, in seconds. `phases` has those that the transaction times, and "paused"."""
+    names = updates[0].phases.keys()
+    return {
+        "updates": len(updates),
+        "ready_s": median(update.ready_s for update in updates),
+        "copy_s": median(update.copy_s for update in updates),
+        "phases": {name: median(update.phases[name] for update in updates) for name in names},
+    }
+
+
+def part_in_flight(
+    updates: Sequence[TimedUpdate],
+    streams: Streams,
+    quiet: Sequence[Window],
+    *,
+    number: int,
+    unequal: int,
+) -> Part:
+    """`quiet`: time in which every request decodes and nothing else happens."""
+    step_s = decode_step(streams.times, quiet)
+    gaps: list[float] = []
+    silences: list[float] = []
+    ratios: list[float] = []
+    for update in updates:
+        gap_s = longest_gap(streams.times, update.window)
+        gaps.append(gap_s)
+        silences.append(longest_silence(streams.times, update.window))
+        ratios.append(max(gap_s - step_s, 0.0) / update.copy_s)
+    num_failed = len(streams.failures)
+    details = summary_of(updates) | {
+        "mode": IN_FLIGHT_MODE,
+        "decode_step_s": step_s,
+        "gap_s": {"median": median(gaps), "longest": max(gaps)},
+        "silence_s": {"median": median(silences), "longest": max(silences)},
+        "finished_requests": streams.finished,
+        "failures": streams.failures[:10],
+    }
+    reasons: list[str] = []
+    if num_failed:
+        reasons.append(f"{num_failed} requests failed, the first with: {streams.failures[0]}")
+    if unequal:
+        reasons.append(f"{unequal} tensors are not what the trainer has")
+    name = f"in_flight_{number}"
+    return Part(
+        ratios={
+            f"gap_{number}_{IN_FLIGHT_MODE}": median(ratios),
+            f"failed_requests_{number}": num_failed,
+            f"unequal_tensors_{number}": unequal,
+        },
+        details={name: details},
+        failure=f"{name}: {', '.join(reasons)}" if reasons else "",
+    )
