@@ -1,4 +1,4 @@
-"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE`: the engine's end of a weight update without SGLang.
+"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE`: an engine's end of weight updates without SGLang.
 
 An HTTP server that answers the control requests of `engines/sglang_client.py`. It runs the weight loader
 (`weights/in_engine.py`) on a torch module that has an engine's fused parameters, and computes nothing else.

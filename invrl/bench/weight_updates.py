@@ -1,4 +1,4 @@
-"""Updates of one engine's weights, beside copies of as many bytes: while it is idle, and with requests in flight.
+"""Updates of one engine's weights, timed beside copies of as many bytes, with and without requests in flight.
 
 An update is the transaction of a run (`weights/transaction.py`) over the arena.
 """

@@ -45,3 +45,18 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
     assert all(ratio > 0 for ratio in result["ratios"].values())
     for share in ("compute_share", "model_flops_utilization", "minimum_memory"):
         assert result["ratios"][share] < 1
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(tmp_path: Path) -> None:
+    """With an engine: `integration/test_weight_bench.py`."""
+    model = make_tiny_model(tmp_path / "model")
+    flags = "--no-engine --no-1b --repetitions 2 --results results".split()
+    invrl(tmp_path, "bench", "weights", "--model-path", str(model), *flags)
+    result = json.loads((tmp_path / "results" / "weights.json").read_text())
+    [entry] = read_history(tmp_path / "results" / "history.jsonl")
+    assert entry.ratios == result["ratios"]
+    assert result["ratios"].keys() == {"loader"}
+    assert result["ratios"]["loader"] > 0
+    assert {"stage", "prepare", "pause", "load", "commit", "resume"} <= result["loader"]["phases"].keys()
+    assert result["loader"]["unequal_tensors"] == 0

@@ -196,7 +196,7 @@ def test_what_is_measured_ends_with_a_killed_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["loop"], "it measures the trainer only"),
+        (["loop"], "it measures train or weights"),
         (["train"], "--model-path"),
         (["train", "--model-path", "MODEL", "--tokens", "many"], "bench num_tokens"),
         (["train", "--model-path", "EMPTY"], "config.json"),

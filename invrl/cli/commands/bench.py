@@ -50,34 +50,34 @@ def bench(arguments: Sequence[str]) -> None:
     """usage: invrl bench train --model-path MODEL [flags]
            invrl bench weights --model-path MODEL [flags]
 
-    Prints each ratio and writes it with its details to RESULTS/train.json or weights.json as soon as it
-    is measured, and adds all of them to RESULTS/history.jsonl. A part that fails costs none of the
-    others. Exit code 1 if a part failed, or if a ratio is worse than the median of the history: 10 %
-    for train, 25 % for weights, where ratios are of wall time.
+    Prints each ratio, and writes it with its details to RESULTS/train.json or weights.json, as soon
+    as it is measured. Adds all of them to RESULTS/history.jsonl. A part that fails costs none of
+    the others. Exit code 1 if a part failed, or if a ratio is worse than the median of the history:
+    by 10 % for train, by 25 % for weights, where ratios are of wall time.
 
-    train: the trainer beside a plain Hugging Face step on the same rows, in turns, and two ranks beside
-    one process with the same cores. Two ranks that cannot divide the model's heads are measured on a
-    model like it with random weights and other heads.
+    train: the trainer beside a plain Hugging Face step on the same rows, in turns, and two ranks
+    beside one process with the same cores. Two ranks that cannot divide the model's heads are
+    measured on a model like it with random weights and other heads.
 
     --train-dtype D                 bfloat16 (default) or float32
     --tokens N                      row tokens of a step (default: 2048)
     --max-tokens-per-microbatch N   default: 1024
     --repetitions N                 of each pair (default: 3)
-    --cores N                       for the layouts: 2 ranks share them (default: those of this process,
-                                    at most 2; 1: no layouts are measured)
+    --cores N                       for the layouts: 2 ranks share them (default: those of this
+                                    process, at most 2; 1: no layouts are measured)
     --deadline-s S                  of each process that is started (default: 3600)
     --results FOLDER                default: bench
 
-    weights: updates of one engine's weights beside a copy of as many bytes, in turns: the loader alone,
-    without SGLang; an idle engine; 8 and 64 requests in flight. Last, the loader alone with the shapes
-    of a Llama of 1.24 billion parameters, if there is memory for it (five times its bytes).
+    weights: updates of one engine's weights beside a copy of as many bytes, in turns: the loader
+    alone, without SGLang; an idle engine; 8 and 64 requests in flight. Last, the loader alone with
+    the shapes of a Llama of 1.24 billion parameters, if there are 11 GB of memory for it.
 
     --engine-dtype D                bfloat16 (default) or float32
     --updates N                     with 8 requests in flight (default: 100)
     --repetitions N                 updates of every other part (default: 5)
     --no-engine                     the loader alone: two processes, no SGLang
     --no-1b                         without the Llama of 1.24 billion parameters
-    --deadline-s S                  of each phase of an update, and of waits for tokens (default: 300)
+    --deadline-s S                  of each phase of an update, each wait for tokens (default: 300)
     --results FOLDER                default: bench"""
     measurements = {"train": _bench_train, "weights": _bench_weights}
     name = arguments[0] if arguments else ""

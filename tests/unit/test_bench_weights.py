@@ -1,0 +1,191 @@
+"""What `invrl bench weights` makes of the times of tokens and updates, and what it measures with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+from tiny_model import make_tiny_model
+
+from invrl.bench import weights
+from invrl.bench.changing_weights import ChangingWeights, config_of, config_of_1b, empty_tensors
+from invrl.bench.loader_program import engine_shapes, make_application, make_module
+from invrl.bench.ratios import Entry, Part, exceeded, rises
+from invrl.bench.streams import Streams
+from invrl.bench.token_times import Window, decode_step, longest_gap, longest_silence
+from invrl.bench.weight_settings import WeightBenchSettings
+from invrl.bench.weight_updates import TimedUpdate, part_in_flight, summary_of
+from invrl.cli.main import main
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.errors import ServerError
+from invrl.weights.in_engine import plan
+from invrl.weights.tensor_spec import spec_of
+
+
+def window(start: float, end: float) -> Window:
+    return Window(start=start, end=end)
+
+
+FIRST = [0.0, 1.0, 2.0, 7.0, 8.0]
+SECOND = [0.5, 1.5, 4.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("span", "gap", "silence"),
+    [
+        ((2.5, 3.0), 5.0, 2.0),
+        ((4.5, 5.0), 5.0, 3.0),
+        ((1.2, 1.8), 2.5, 0.5),
+        ((9.0, 99.0), 0.0, 0.0),
+    ],
+    ids=["early", "late", "before", "after_the_last_token"],
+)
+def test_a_gap_is_of_one_stream_and_a_silence_of_all(
+    span: tuple[float, float], gap: float, silence: float
+) -> None:
+    assert longest_gap([FIRST, SECOND], window(*span)) == gap
+    assert longest_silence([FIRST, SECOND], window(*span)) == silence
+
+
+def test_a_decode_step_is_measured_where_nothing_else_happens() -> None:
+    assert decode_step([FIRST, SECOND], [window(0.0, 2.0), window(7.0, 8.0)]) == 1.0
+    assert decode_step([FIRST, SECOND], [window(1.5, 9.0)]) == 3.75  # 5, 1, 2.5 and 5
+    with pytest.raises(ValueError, match="no median"):
+        decode_step([FIRST], [window(2.5, 6.5)])
+
+
+def timed_update(start: float, end: float, *, ready_s: float = 0.3, **phases: float) -> TimedUpdate:
+    return TimedUpdate(window=window(start, end), ready_s=ready_s, copy_s=0.1, phases=phases)
+
+
+def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Streams:
+    client = SglangClient("http://127.0.0.1:1", limits=EngineLimits(vocab_size=512, context_length=64))
+    streams = Streams(client, number=len(times), max_new_tokens=8, deadline_s=1.0)
+    streams.times = list(times)
+    streams.failures = list(failures)
+    return streams
+
+
+def test_a_pause_is_the_gap_without_the_decode_step_in_copies() -> None:
+    """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s."""
+    tokens = [0.0, 0.1, 0.6, 0.7, 1.4, 1.5, 2.3]
+    updates = [timed_update(0.2, 0.5), timed_update(0.8, 1.3), timed_update(1.6, 2.2)]
+    quiet = [window(0.0, 0.1), window(0.6, 0.7), window(1.4, 1.5)]
+    part = part_in_flight(updates, ended_streams(tokens), quiet, number=8, unequal=0)
+    assert part.failure == ""
+    assert part.ratios == pytest.approx(
+        {"gap_8_retract": 6.0, "failed_requests_8": 0, "unequal_tensors_8": 0}
+    )
+    assert part.details["in_flight_8"]["gap_s"] == pytest.approx({"median": 0.7, "longest": 0.8})
+
+
+def test_failed_requests_and_wrong_tensors_are_a_failure() -> None:
+    streams = ended_streams([0.0, 0.1, 0.2, 0.9], failures=("connection reset", "aborted"))
+    part = part_in_flight([timed_update(0.3, 0.8)], streams, [window(0.0, 0.3)], number=8, unequal=3)
+    assert (part.ratios["failed_requests_8"], part.ratios["unequal_tensors_8"]) == (2, 3)
+    assert "2 requests failed, the first with: connection reset" in part.failure
+    assert "3 tensors" in part.failure
+
+
+def test_phases_are_medians() -> None:
+    updates = [timed_update(0, 1, load=seconds, ready_s=10 * seconds) for seconds in (0.3, 0.1, 0.2)]
+    summary = summary_of(updates)
+    assert (summary["phases"], summary["ready_s"], summary["updates"]) == ({"load": 0.2}, 2.0, 3)
+
+
+def entry(**ratios: float) -> Entry:
+    return Entry(date="2026-11-23", commit="abc", machine="laptop", model="m", ratios=ratios)
+
+
+def test_costs_that_rise_by_more_than_a_quarter_are_flagged() -> None:
+    history = [entry(idle=4.0, failed=0.0), entry(idle=5.0, failed=0.0), entry(idle=90.0, failed=0.0)]
+    assert rises(entry(idle=6.25, failed=0.0), history) == []
+    failed, idle = rises(entry(failed=1.0, idle=6.3), history)
+    assert str(idle) == "idle rose to 6.300: +26% from 5.000 in 3 runs"
+    assert str(failed) == "failed rose to 1.000: from 0.000 in 3 runs"
+    assert exceeded({"idle": 3.1, "failed": 0.0, "other": 9.0}, {"idle": 3.0, "failed": 0.0}) == ["idle"]
+
+
+async def test_weights_never_come_back_to_one_of_the_two_versions_before() -> None:
+    """Else a slot of the arena that was not written could hold the right bytes by chance."""
+    tensors = {"weight": torch.linspace(0.5, 1.0, 257).bfloat16()}
+    sender = ChangingWeights(tensors)
+    versions: list[torch.Tensor] = []
+    for _ in range(9):
+        versions.append(tensors["weight"].clone())
+        await sender.change()
+        for before in versions[-2:]:
+            assert bool((tensors["weight"] != before).all())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_loader_has_the_parameters_of_an_engine(family: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", family=family)  # type: ignore[arg-type]
+    empty = empty_tensors(config_of(model), torch.float32)
+    layout = tuple(spec_of(name, tensor) for name, tensor in empty.items())
+    module = make_module(engine_shapes(layout), torch.float32)
+    parameters = dict(module.named_parameters())
+    assert "model.layers.0.self_attn.qkv_proj.weight" in parameters
+    assert plan(parameters, layout).keys() == empty.keys()
+
+
+def test_the_large_model_has_1_24_billion_parameters() -> None:
+    empty = empty_tensors(config_of_1b(), torch.bfloat16)
+    assert sum(tensor.numel() for tensor in empty.values()) == 1_235_814_400
+
+
+async def test_the_loader_unpickles_nothing_without_the_key() -> None:
+    application = make_application(make_module({"weight": (2, 2)}, torch.float32), "secret")
+    async with TestClient(TestServer(application)) as client:
+        body = {"serialized_named_tensors": ["not even base64"]}
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            answer = await client.post("/update_weights_from_tensor", json=body, headers=headers)
+            assert answer.status == 401
+
+
+async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def on_loader(name: str, *_: object) -> Part:
+        if name == "loader":
+            raise ServerError("the loader died")
+        return Part(ratios={name: 2.0}, details={})
+
+    async def engine_fails(*_: object) -> None:
+        raise ServerError("the engine died")
+
+    monkeypatch.setattr(weights, "_measure_on_loader", on_loader)
+    monkeypatch.setattr(weights, "_start_engine", engine_fails)
+    settings = WeightBenchSettings(
+        model_path=str(make_tiny_model(tmp_path / "model")),
+        engine_dtype="float32",
+        updates=1,
+        repetitions=1,
+        with_engine=True,
+        with_1b=True,
+        canary_prompts=(),
+        deadline_s=1.0,
+    )
+    parts: list[Part] = []
+    await weights.measure_weights(settings, parts.append)
+    assert [part.failure for part in parts] == ["loader: the loader died", "engine: the engine died", ""]
+    assert parts[2].ratios == {"loader_1b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "--model-path"),
+        (["--model-path", "MODEL", "--updates", "0"], "bench updates"),
+        (["--model-path", "MODEL", "--engine-dtype", "float16"], "bench engine_dtype"),
+        (["--model-path", "MODEL", "--no-engin"], "did you mean --no-engine"),
+        (["--model-path", "MODEL", "--no-engine=yes"], "no such flag"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make_tiny_model(tmp_path / "model"))
+    given = [model if argument == "MODEL" else argument for argument in arguments]
+    assert main(["bench", "weights", *given]) == 2
+    assert reason in capsys.readouterr().err
