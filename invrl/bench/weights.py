@@ -36,7 +36,7 @@ _MEMORY_RESERVE = 1 << 30
 """Bytes that the loader alone needs besides weights: torch, twice, and the buffers of the copy."""
 _KV_TOKENS = 24_576
 """Enough for all requests in flight, each with its prompt and all of its tokens."""
-_LOADER_START_S = 120.0
+_LOADER_START_S = 300.0
 
 
 async def measure_weights(settings: WeightBenchSettings, report: Callable[[Part], None]) -> None:
