@@ -17,7 +17,8 @@ import torch
 from aiohttp import web
 
 from invrl.interfaces import WeightLayout
-from invrl.weights.in_engine import FUSED, run
+from invrl.train.families.registry import FAMILIES
+from invrl.weights.in_engine import run
 
 KEY_VARIABLE = "INVRL_LOADER_KEY"
 _LARGEST_REQUEST = 1 << 30
@@ -36,10 +37,11 @@ def engine_shapes(layout: WeightLayout) -> dict[str, tuple[int, ...]]:
 
 def _parameter_of(tensor_name: str) -> str:
     """The name of the engine's parameter that holds this tensor of a checkpoint."""
-    for fused, parts in FUSED.items():
-        for part in parts:
-            if f".{part}." in tensor_name:
-                return tensor_name.replace(f".{part}.", f".{fused}.")
+    for family in FAMILIES.values():
+        for fused, parts in family.engine_fusions.items():
+            for part in parts:
+                if f".{part}." in tensor_name:
+                    return tensor_name.replace(f".{part}.", f".{fused}.")
     return tensor_name
 
 
