@@ -49,7 +49,7 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(tmp_path: Path) -> None:
-    """With an engine: `integration/test_weight_bench.py`."""
+    """Requests in flight at a stand-in for an engine: `unit/test_bench_weights.py`."""
     model = make_tiny_model(tmp_path / "model")
     flags = "--no-engine --no-1b --repetitions 2 --results results".split()
     invrl(tmp_path, "bench", "weights", "--model-path", str(model), *flags)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from fakes import FakeEngine, random_reply
 from tiny_model import make_tiny_model
 
 from invrl.bench import weights
-from invrl.bench.changing_weights import ChangingWeights, config_of, config_of_1b, empty_tensors
+from invrl.bench.changing_weights import (
+    ChangingWeights,
+    config_of,
+    config_of_1b,
+    empty_tensors,
+    random_tensors,
+)
 from invrl.bench.loader_program import engine_shapes, make_application, make_module
 from invrl.bench.ratios import Entry, Part, exceeded, rises
 from invrl.bench.streams import Streams
 from invrl.bench.token_times import Window, decode_step, longest_gap, longest_silence
 from invrl.bench.weight_settings import WeightBenchSettings
-from invrl.bench.weight_updates import TimedUpdate, part_in_flight, summary_of
+from invrl.bench.weight_updates import (
+    TimedUpdate,
+    UpdatedEngine,
+    measure_idle,
+    measure_in_flight,
+    part_in_flight,
+    summary_of,
+)
 from invrl.cli.main import main
 from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ServerError
+from invrl.interfaces import WeightLayout
 from invrl.weights.in_engine import plan
 from invrl.weights.tensor_spec import spec_of
 
@@ -143,6 +161,90 @@ async def test_the_loader_unpickles_nothing_without_the_key() -> None:
         for headers in ({}, {"Authorization": "Bearer other"}):
             answer = await client.post("/update_weights_from_tensor", json=body, headers=headers)
             assert answer.status == 401
+
+
+TENSORS = {
+    "model.layers.0.self_attn.q_proj.weight": (8, 4),
+    "model.layers.0.self_attn.k_proj.weight": (2, 4),
+    "model.layers.0.self_attn.v_proj.weight": (2, 4),
+    "model.norm.weight": (4,),
+}
+
+
+class StandIn:
+    """An engine made of scripted replies and the weight loader. While it is paused no reply goes on."""
+
+    def __init__(self, layout: WeightLayout) -> None:
+        self.is_paused = False
+        self.replies = FakeEngine(random_reply(tokens=2000), token_delay_s=0.002)
+        self.replies.holds = lambda _: self.is_paused
+        self.application = make_application(make_module(engine_shapes(layout), torch.float32), "key")
+        self.application.add_routes(self.replies.routes())
+        self.application.add_routes([web.post("/pause_generation", self._pause)])
+        self.application.add_routes([web.post("/continue_generation", self._resume)])
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self.is_paused = True
+        return web.json_response({})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.is_paused = False
+        return web.json_response({})
+
+
+@pytest.fixture
+async def updated() -> AsyncIterator[tuple[UpdatedEngine, SglangClient, StandIn]]:
+    empty = {name: torch.empty(shape, device="meta") for name, shape in TENSORS.items()}
+    sender = ChangingWeights(random_tensors(empty))
+    stand_in = StandIn(await sender.layout())
+    async with TestServer(stand_in.application) as server:
+        limits = EngineLimits(vocab_size=512, context_length=4096)
+        url = str(server.make_url("/"))
+        async with SglangClient(url, limits=limits, api_key="key", admin_key="key") as client:
+            receiver = ArenaReceiver("stand-in", client, deadline_s=60.0)
+            engine = UpdatedEngine(sender, receiver, canary_prompts=(), dtype="float32", deadline_s=60.0)
+            await engine.warm_up()
+            yield engine, client, stand_in
+
+
+async def test_updates_are_measured_with_requests_in_flight(
+    updated: tuple[UpdatedEngine, SglangClient, StandIn],
+) -> None:
+    engine, client, _ = updated
+    part = await measure_in_flight(engine, client, number=3, updates=2, deadline_s=60.0)
+    assert part.failure == ""
+    assert part.ratios.keys() == {"gap_3_retract", "failed_requests_3", "unequal_tensors_3"}
+    seconds = part.details["in_flight_3"]
+    assert seconds["gap_s"]["median"] > seconds["decode_step_s"] > 0
+    assert seconds["gap_s"]["longest"] >= seconds["phases"]["paused"]
+
+
+async def test_a_request_that_is_cut_short_is_a_failure(
+    updated: tuple[UpdatedEngine, SglangClient, StandIn],
+) -> None:
+    engine, client, stand_in = updated
+    stand_in.replies.abort_next = True
+    part = await measure_in_flight(engine, client, number=3, updates=1, deadline_s=60.0)
+    assert part.ratios["failed_requests_3"] == 1
+    assert "1 of" in part.failure
+
+
+async def test_tensors_that_the_engine_lacks_are_a_failure(
+    updated: tuple[UpdatedEngine, SglangClient, StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = updated
+    assert (await measure_idle(engine, name="idle", updates=2)).failure == ""
+    update = engine.update
+
+    async def updated_too_late(*, copy_s: float) -> TimedUpdate:
+        """The trainer's weights change behind the update."""
+        timed = await update(copy_s=copy_s)
+        await engine.change_weights()
+        return timed
+
+    monkeypatch.setattr(engine, "update", updated_too_late)
+    part = await measure_idle(engine, name="idle", updates=2)
+    assert "8 tensors" in part.failure
 
 
 async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
