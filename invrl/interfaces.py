@@ -271,7 +271,8 @@ class WeightReceiver(Protocol):
         """Copies the bytes into the engine."""
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Hashes of the engine's own parameters as read back, in the form of `StagedWeights.checksums`."""
+        """Hashes of what the engine's own parameters hold, in the form of `StagedWeights.checksums`: read
+        back now, or, straight after `load`, as the transport took them while it loaded."""
         ...
 
     async def commit(self, version: WeightVersion) -> None: ...

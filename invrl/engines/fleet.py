@@ -65,6 +65,7 @@ class Fleet:
         transport: str = "arena",
         heartbeat_timeout_s: float = 30.0,
         weight_sync_timeout_s: float = 300.0,
+        weight_readback_every: int = 10,
         record_experts: bool = False,
     ) -> None:
         """Starts the router's process. Raises ConfigError.
@@ -72,7 +73,8 @@ class Fleet:
         `sglang` and `router` are passed through, by upstream's field names. `transport` is a key of
         `RECEIVERS`. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
+        `weight_sync_timeout_s`. `weight_readback_every`: the setting of that name. `record_experts`: engines
+        keep which experts computed each token.
         """
         self._config = engine
         self._model_path = model_path
@@ -80,6 +82,7 @@ class Fleet:
         self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync_timeout_s = weight_sync_timeout_s
+        self._weight_readback_every = weight_readback_every
         self._sglang_flags = sglang_flags(sglang or {})
         if record_experts:
             self._sglang_flags = [*self._sglang_flags, "--enable-return-routed-experts"]
@@ -349,7 +352,12 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = RECEIVERS[self._transport](name, client, deadline_s=self._weight_sync_timeout_s)
+        receiver = RECEIVERS[self._transport](
+            name,
+            client,
+            deadline_s=self._weight_sync_timeout_s,
+            readback_every=self._weight_readback_every,
+        )
         return Engine(server=server, client=client, receiver=receiver)
 
     def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:

@@ -1,8 +1,8 @@
 """One engine's side of a weight update: what the transaction calls, as requests to SGLang.
 
 Invariant: names, shapes and dtypes are checked inside the engine before any of its weights is overwritten
-(a wrong shape would kill it, and it would silently accept an unknown name). Checksums are read back from the
-parameters that serve. Only `commit` changes the version's name.
+(a wrong shape would kill it, and it would silently accept an unknown name). Every load is followed by
+checksums, which the transaction compares with the trainer's. Only `commit` changes the version's name.
 
 With `ArenaReceiver` the engine copies from the trainer's shared memory; `BucketReceiver` uses SGLang's own
 flattened buckets. What runs inside the engine is `weights/in_engine.py`.
@@ -32,13 +32,17 @@ from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 class EngineReceiver(ABC):
     """What every transport shares; a transport implements `load`.
 
-    `deadline_s` is for one call that moves or hashes weights.
+    `deadline_s` is for one call that moves or hashes weights. `readback_every` is the setting
+    `weight_readback_every`, for a transport whose loads can prove themselves without a read-back.
     """
 
-    def __init__(self, name: str, client: SglangClient, *, deadline_s: float = 300.0) -> None:
+    def __init__(
+        self, name: str, client: SglangClient, *, deadline_s: float = 300.0, readback_every: int = 1
+    ) -> None:
         self.name = name
         self._client = client
         self._deadline_s = deadline_s
+        self._readback_every = readback_every
         self._approved_layout: WeightLayout = ()
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
@@ -69,6 +73,7 @@ class EngineReceiver(ABC):
     async def load(self, staged: StagedWeights) -> None: ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        """Of the engine's own parameters, read back now."""
         async with self._update():
             reply = await self._ask_loader(self._approved_layout, digest=True)
         return reply.checksums
@@ -121,15 +126,47 @@ class EngineReceiver(ABC):
 
 
 class ArenaReceiver(EngineReceiver):
-    """The engine maps the trainer's arena and copies a slot into its parameters."""
+    """The engine maps the trainer's arena and copies a slot into its parameters.
+
+    The request that copies answers with checksums of what it wrote. With the first load, every
+    `readback_every`-th after it, and one that follows a load which was not proved, it reads all parameters
+    back instead, when it has copied.
+    """
+
+    def __init__(
+        self, name: str, client: SglangClient, *, deadline_s: float = 300.0, readback_every: int = 1
+    ) -> None:
+        super().__init__(name, client, deadline_s=deadline_s, readback_every=readback_every)
+        self._must_read_back = True
+        self._loads_since_readback = 0
+        self._loaded: StagedWeights | None = None
+        """What was loaded, until its checksums have been asked."""
+        self._checksums_of_load: Mapping[str, str] = {}
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         _arena_of(staged).check()
         await super().check(layout, staged)
 
     async def load(self, staged: StagedWeights) -> None:
+        self._loaded = None
+        self._loads_since_readback += 1
+        reads_back = self._must_read_back or self._loads_since_readback == self._readback_every
+        self._must_read_back = True  # unless this load is proved
         async with self._update():
-            await self._ask_loader(self._approved_layout, arena=_arena_of(staged))
+            reply = await self._ask_loader(self._approved_layout, arena=_arena_of(staged), digest=reads_back)
+        self._must_read_back = reply.checksums != staged.checksums
+        if reads_back:
+            self._loads_since_readback = 0
+        self._checksums_of_load = reply.checksums
+        self._loaded = staged
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        """Those that the load of `staged` answered with, once; without such a load, or asked again, the
+        engine's parameters are read back now."""
+        if self._loaded is staged:
+            self._loaded = None
+            return self._checksums_of_load
+        return await super().checksums(staged)
 
 
 def _arena_of(staged: StagedWeights) -> ArenaHandle:

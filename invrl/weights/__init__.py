@@ -11,5 +11,6 @@ transport  the trainer's end        the engine's end (`engines/weight_receiver.p
 `bucket`   `buckets.BucketSender`   `BucketReceiver`; SGLang's own code copies
 =========  =======================  ==================================================================
 
-With both, `in_engine.py` checks the layout before and hashes the parameters after.
+With both, `in_engine.py` checks the layout before. With `bucket` it hashes the parameters after each load;
+with `arena` the copy itself is hashed, and the parameters are at the first update and every n-th.
 """

@@ -5,14 +5,15 @@ keep it mapped. So an update moves no bytes except for the copy into the engine'
 left on the machine after kill -9 of every process.
 
 Invariant: the slot of the weights staged last stays whole while the next version is written into the other
-slot. Staging the same version again (after a failed update) rewrites its own slot. The engines prove by
-checksum that what they read is what was written. Imports torch only where tensors are touched.
+slot. Staging the same version again (after a failed update) rewrites its own slot. Checksums are taken of the
+slot's bytes while they are written; the engines prove by them that what they read is what was written.
+Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,10 +21,13 @@ import msgspec
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
-from invrl.weights.tensor_spec import checksum, num_bytes
+from invrl.weights.hashed_copy import copy_hashed
+from invrl.weights.tensor_spec import num_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from invrl.weights.hashed_copy import Copy
 
     Slot = dict[str, torch.Tensor]
     """Tensors by name, over the arena's memory."""
@@ -100,19 +104,7 @@ class ArenaWriter:
         if version == self._version:  # a failed update is tried again
             slot = self._slot
         views = self._slots[slot]
-        checksums: dict[str, str] = {}
-        for name, tensor in tensors:
-            view = views.get(name)
-            if view is None:
-                raise LayoutError(f"{name}: not in the layout")
-            if name in checksums:
-                raise LayoutError(f"{name}: staged twice")
-            if view.shape != tensor.shape or view.dtype != tensor.dtype:
-                staged = f"{tensor.dtype} {tuple(tensor.shape)}"
-                wanted = f"{view.dtype} {tuple(view.shape)}"
-                raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
-            view.copy_(tensor.detach())
-            checksums[name] = checksum(view)
+        checksums = copy_hashed(_placed(tensors, views))
         missing = [name for name in views if name not in checksums]
         if missing:
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
@@ -126,3 +118,20 @@ class ArenaWriter:
             checksums=checksums,
             num_bytes=sum(view.nbytes for view in views.values()),
         )
+
+
+def _placed(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> Iterator[Copy]:
+    """Each tensor with its place in the slot. Raises LayoutError."""
+    placed_names: set[str] = set()
+    for name, tensor in tensors:
+        view = views.get(name)
+        if view is None:
+            raise LayoutError(f"{name}: not in the layout")
+        if name in placed_names:
+            raise LayoutError(f"{name}: staged twice")
+        if view.shape != tensor.shape or view.dtype != tensor.dtype:
+            staged = f"{tensor.dtype} {tuple(tensor.shape)}"
+            wanted = f"{view.dtype} {tuple(view.shape)}"
+            raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
+        placed_names.add(name)
+        yield name, view, tensor.detach()

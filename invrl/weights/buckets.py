@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.hashed_copy import checksums_of
 from invrl.weights.in_engine import in_one_call
-from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
+from invrl.weights.tensor_spec import num_bytes, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ class BucketSender:
         for names in self._bucket_names():
             payload = self._serialise_bucket(version, tensors_by_name, names)
             payloads.append(payload)
-        checksums = {name: checksum(tensor) for name, tensor in tensors_by_name.items()}
+        checksums = checksums_of(tensors_by_name)
         return StagedWeights(
             version=version,
             handle=json.dumps(payloads),

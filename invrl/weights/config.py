@@ -19,3 +19,6 @@ class WeightSyncConfig(Section):
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
     )
+    weight_readback_every: int = Field(
+        10, ge=0, description="'arena': read an engine's weights back at every n-th update; 0: the first"
+    )

@@ -1,5 +1,10 @@
 """What runs inside SGLang's scheduler process: check, load and hash weights on request.
 
+A load answers with checksums that were taken while it copied, of what stands in the engine's parameters. They
+prove that the slot held what the trainer wrote and that every byte of it arrived in its place. They prove
+nothing of what happens to a parameter afterwards, not even within the same request. A digest reads all
+parameters once more when everything else is done, and proves what the engine serves at that moment.
+
 SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our `load_format`. The request
 is the NAME of one empty tensor (JSON, `LoaderRequest`); the answer is a file (`LoaderReply`). The caller is
 `engines/weight_receiver.py`.
@@ -25,7 +30,7 @@ from invrl.interfaces import WeightLayout
 from invrl.train.families.registry import FAMILIES
 from invrl.types import TensorSpec
 from invrl.weights.arena import ArenaHandle, map_arena
-from invrl.weights.tensor_spec import checksum
+from invrl.weights.hashed_copy import checksums_of, copy_hashed
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +45,7 @@ _PADDED = ("embed_tokens.weight", "lm_head.weight")
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, then copy the arena's slot (if `arena`) and hash what is served (if `digest`)."""
+    """Check the layout, copy the arena's slot (if `arena`), read back what is served (if `digest`)."""
 
     reply_path: str
     """The file for the reply to this request alone."""
@@ -53,6 +58,7 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     error_is_layout: bool = False
     checksums: dict[str, str] = {}
+    """By tensor: of the parameters as read back, or, without `digest`, of what was copied into them."""
 
 
 def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
@@ -140,19 +146,18 @@ def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[s
 def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     parameters = dict(model.named_parameters())
     places = plan(parameters, request.tensors)
+    checksums: dict[str, str] = {}
     arena = request.arena
     if arena is not None:
         first_slot = structs.replace(arena, slot=0)  # both slots share one mapping
         slots = _mapped(first_slot, request.tensors)
         views = slots[arena.slot]
-        for name, place in places.items():
-            place.copy_(views[name])
+        checksums = copy_hashed((name, place, views[name]) for name, place in places.items())
         compute_derived = getattr(model, "post_load_weights", None)
         if compute_derived is not None:
             compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
-    if not request.digest:
-        return LoaderReply()
-    checksums = {name: checksum(place) for name, place in places.items()}
+    if request.digest:
+        checksums = checksums_of(places)
     return LoaderReply(checksums=checksums)
 
 

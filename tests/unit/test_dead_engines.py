@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -151,7 +151,7 @@ class FakeReceiver:
     trainer: Trainer
     made: ClassVar[list[FakeReceiver]] = []
 
-    def __init__(self, name: str, client: object, *, deadline_s: float) -> None:
+    def __init__(self, name: str, client: object, *, deadline_s: float, **_: object) -> None:
         self.name = name
         self.deadline_s = deadline_s
         self.is_paused = False
@@ -297,8 +297,8 @@ async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -
     """Evicts an engine; its successor waits in `load` until `goes_on`."""
     init = FakeReceiver.__init__
 
-    def slow(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
-        init(self, name, client, deadline_s=deadline_s)
+    def slow(self: FakeReceiver, name: str, client: object, **settings: Any) -> None:
+        init(self, name, client, **settings)
         self.load_waits = goes_on
 
     num_before = len(FakeReceiver.made)

@@ -66,8 +66,12 @@ def values(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, tensors=tuple(SPECS), **fields):
+    return ask_model(model(parameters), tmp_path, tensors, **fields)
+
+
+def ask_model(served, tmp_path: Path, tensors=tuple(SPECS), **fields):
     request = LoaderRequest(reply_path=str(tmp_path / "reply"), tensors=tensors, **fields)
-    run(model(parameters), [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
+    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
     return read_reply(request.reply_path)
 
 
@@ -95,9 +99,35 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
         assert torch.equal(w13, torch.cat([gate, up]))
         assert torch.equal(parameters["model.layers.1.mlp.experts.w2_weight"][expert], down)
     assert torch.equal(parameters["model.embed_tokens.weight"][:10], values()["model.embed_tokens.weight"])
-    reply = ask(parameters, tmp_path, digest=True)
-    assert reply.checksums == {name: checksum(tensor) for name, tensor in values().items()}
-    assert reply.checksums == dict(staged.checksums)
+    for asked in (ask(parameters, tmp_path, digest=True), ask(parameters, tmp_path, arena=there)):
+        assert asked.checksums == {name: checksum(tensor) for name, tensor in values().items()}
+        assert asked.checksums == dict(staged.checksums)
+
+
+def test_a_bit_that_flips_in_the_slot_is_found_by_the_copy(tmp_path: Path) -> None:
+    writer = ArenaWriter(tuple(SPECS))
+    staged = writer.stage(WeightVersion(1), values().items())
+    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    slot = writer._slots[there.slot]
+    slot["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[5, 3] ^= 4
+    found = ask(engine(), tmp_path, arena=there).checksums
+    wrong = [name for name, value in staged.checksums.items() if found[name] != value]
+    assert wrong == ["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_parameter_that_changes_after_the_copy_is_found_by_the_digest_alone(tmp_path: Path) -> None:
+    """The hook stands for whatever writes into an engine's memory: it runs after the copy."""
+    parameters = engine()
+    norm = parameters["model.norm.weight"]
+    served = model(parameters)
+    served.post_load_weights = lambda: norm.view(torch.uint8)[1].bitwise_xor_(1)
+    staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
+    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    wrong_by_digest: dict[bool, list[str]] = {}
+    for digest in (False, True):
+        found = ask_model(served, tmp_path, arena=there, digest=digest).checksums
+        wrong_by_digest[digest] = [name for name, value in staged.checksums.items() if found[name] != value]
+    assert wrong_by_digest == {False: [], True: ["model.norm.weight"]}
 
 
 def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""When an engine's parameters are read back: against the loader itself, without SGLang around it."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import types
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from invrl.engines.sglang_client import SglangClient
+from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.interfaces import StagedWeights
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weights import in_engine
+from invrl.weights.arena import ArenaWriter
+
+LAYOUT = (
+    TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
+    TensorSpec(name="model.layers.0.self_attn.o_proj.weight", shape=(32, 16), dtype="float32"),
+)
+
+
+class Engine:
+    """SGLang's weight requests, answered by our loader over two parameters. Counts its sessions."""
+
+    def __init__(self) -> None:
+        self.parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
+        self.sessions = 0
+        self.requests: list[in_engine.LoaderRequest] = []
+
+    async def begin_weight_update(self) -> None:
+        self.sessions += 1
+
+    async def end_weight_update(self) -> None: ...
+
+    async def update_weights_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str, deadline_s: float
+    ) -> None:
+        named_tensors = pickle.loads(base64.b64decode(payloads[0]))
+        request = in_engine.msgspec.json.decode(named_tensors[0][0], type=in_engine.LoaderRequest)
+        self.requests.append(request)
+        model = types.SimpleNamespace(named_parameters=lambda: self.parameters.items())
+        in_engine.run(model, named_tensors)  # type: ignore[arg-type]
+
+    @property
+    def loads(self) -> list[bool]:
+        """Of each load so far: whether it read the parameters back."""
+        return [request.digest for request in self.requests if request.arena is not None]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def writer() -> ArenaWriter:
+    return ArenaWriter(LAYOUT)
+
+
+def receiver_of(engine: Engine, readback_every: int) -> ArenaReceiver:
+    return ArenaReceiver("engine-0", cast("SglangClient", engine), readback_every=readback_every)
+
+
+def stage(writer: ArenaWriter, version: int) -> StagedWeights:
+    tensors = {spec.name: torch.full(spec.shape, float(version)) for spec in LAYOUT}
+    return writer.stage(WeightVersion(version), tensors.items())
+
+
+async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
+    """Whether the engine's checksums are those of what was staged."""
+    await receiver.check(LAYOUT, staged)
+    await receiver.load(staged)
+    return dict(await receiver.checksums(staged)) == dict(staged.checksums)
+
+
+@pytest.mark.parametrize(
+    ("readback_every", "expected"),
+    [
+        (1, [True, True, True, True, True, True, True]),
+        (3, [True, False, False, True, False, False, True]),
+        (0, [True, False, False, False, False, False, False]),
+    ],
+)
+async def test_the_first_load_and_every_nth_are_read_back(
+    engine: Engine, writer: ArenaWriter, readback_every: int, expected: list[bool]
+) -> None:
+    receiver = receiver_of(engine, readback_every)
+    for version in range(1, 8):
+        assert await load(receiver, stage(writer, version))
+    assert engine.loads == expected
+    assert engine.sessions == 8  # one for the layout, then one for each update
+
+
+async def test_a_load_that_is_not_proved_is_followed_by_one_that_is_read_back(
+    engine: Engine, writer: ArenaWriter
+) -> None:
+    receiver = receiver_of(engine, 0)
+    assert await load(receiver, stage(writer, 1))
+    staged = stage(writer, 2)
+    writer._slots[1]["model.norm.weight"][3] = 9.0
+    assert not await load(receiver, staged)
+    assert await load(receiver, stage(writer, 3))
+    assert await load(receiver, stage(writer, 4))
+    assert engine.loads == [True, False, True, False]
+
+
+async def test_asked_again_or_for_other_weights_the_engine_is_read_back(
+    engine: Engine, writer: ArenaWriter
+) -> None:
+    receiver = receiver_of(engine, 0)
+    staged = stage(writer, 1)
+    assert await load(receiver, staged)
+    engine.parameters["model.norm.weight"][3] = 9.0
+    held = await receiver.checksums(staged)
+    wrong = [name for name, value in staged.checksums.items() if held[name] != value]
+    assert wrong == ["model.norm.weight"]
+    second = stage(writer, 2)
+    await receiver.load(second)
+    assert dict(await receiver.checksums(staged)) == dict(second.checksums)
