@@ -65,6 +65,7 @@ class Fleet:
         transport: str = "arena",
         heartbeat_timeout_s: float = 30.0,
         weight_sync_timeout_s: float = 300.0,
+        weight_arena: str = "copy",
         weight_readback_every: int = 10,
         record_experts: bool = False,
     ) -> None:
@@ -73,8 +74,8 @@ class Fleet:
         `sglang` and `router` are passed through, by upstream's field names. `transport` is a key of
         `RECEIVERS`. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `weight_readback_every`: the setting of that name. `record_experts`: engines
-        keep which experts computed each token.
+        `weight_sync_timeout_s`. `weight_arena` and `weight_readback_every` are the settings of these names.
+        `record_experts`: engines keep which experts computed each token.
         """
         self._config = engine
         self._model_path = model_path
@@ -82,6 +83,7 @@ class Fleet:
         self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync_timeout_s = weight_sync_timeout_s
+        self._weight_arena = weight_arena
         self._weight_readback_every = weight_readback_every
         self._sglang_flags = sglang_flags(sglang or {})
         if record_experts:
@@ -357,6 +359,7 @@ class Fleet:
             client,
             deadline_s=self._weight_sync_timeout_s,
             readback_every=self._weight_readback_every,
+            aliases=self._weight_arena == "alias",
         )
         return Engine(server=server, client=client, receiver=receiver)
 

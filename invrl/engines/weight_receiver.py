@@ -32,17 +32,24 @@ from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 class EngineReceiver(ABC):
     """What every transport shares; a transport implements `load`.
 
-    `deadline_s` is for one call that moves or hashes weights. `readback_every` is the setting
-    `weight_readback_every`, for a transport whose loads can prove themselves without a read-back.
+    `deadline_s` is for one call that moves or hashes weights. The other two are for `ArenaReceiver`:
+    `readback_every` is the setting `weight_readback_every`, `aliases` whether `weight_arena` is "alias".
     """
 
     def __init__(
-        self, name: str, client: SglangClient, *, deadline_s: float = 300.0, readback_every: int = 1
+        self,
+        name: str,
+        client: SglangClient,
+        *,
+        deadline_s: float = 300.0,
+        readback_every: int = 1,
+        aliases: bool = False,
     ) -> None:
         self.name = name
         self._client = client
         self._deadline_s = deadline_s
         self._readback_every = readback_every
+        self._aliases = aliases
         self._approved_layout: WeightLayout = ()
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
@@ -108,7 +115,9 @@ class EngineReceiver(ABC):
 
         with TemporaryDirectory(prefix="invrl-reply-") as folder:
             reply_path = f"{folder}/{self.name}"
-            request = LoaderRequest(reply_path=reply_path, tensors=layout, arena=arena, digest=digest)
+            request = LoaderRequest(
+                reply_path=reply_path, tensors=layout, arena=arena, alias=self._aliases, digest=digest
+            )
             # The name of an empty tensor carries the request.
             request_json = msgspec.json.encode(request).decode()
             named_tensors = pickle.dumps([(request_json, torch.empty(0))])
@@ -126,17 +135,24 @@ class EngineReceiver(ABC):
 
 
 class ArenaReceiver(EngineReceiver):
-    """The engine maps the trainer's arena and copies a slot into its parameters.
+    """The engine maps the trainer's arena and copies a slot into its parameters, or points them at it.
 
     The request that copies answers with checksums of what it wrote. With the first load, every
     `readback_every`-th after it, and one that follows a load which was not proved, it reads all parameters
-    back instead, when it has copied.
+    back instead, when it has copied. A load that points the parameters at a slot always reads them back: it
+    costs no copy.
     """
 
     def __init__(
-        self, name: str, client: SglangClient, *, deadline_s: float = 300.0, readback_every: int = 1
+        self,
+        name: str,
+        client: SglangClient,
+        *,
+        deadline_s: float = 300.0,
+        readback_every: int = 1,
+        aliases: bool = False,
     ) -> None:
-        super().__init__(name, client, deadline_s=deadline_s, readback_every=readback_every)
+        super().__init__(name, client, deadline_s=deadline_s, readback_every=readback_every, aliases=aliases)
         self._must_read_back = True
         self._loads_since_readback = 0
         self._loaded: StagedWeights | None = None
@@ -150,7 +166,8 @@ class ArenaReceiver(EngineReceiver):
     async def load(self, staged: StagedWeights) -> None:
         self._loaded = None
         self._loads_since_readback += 1
-        reads_back = self._must_read_back or self._loads_since_readback == self._readback_every
+        is_due = self._loads_since_readback == self._readback_every
+        reads_back = self._aliases or self._must_read_back or is_due
         self._must_read_back = True  # unless this load is proved
         async with self._update():
             reply = await self._ask_loader(self._approved_layout, arena=_arena_of(staged), digest=reads_back)

@@ -105,6 +105,7 @@ async def start_serving(
             transport=config.weight_sync.weight_transport,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             weight_sync_timeout_s=config.weight_sync.weight_sync_timeout_s,
+            weight_arena=config.weight_sync.weight_arena,
             weight_readback_every=config.weight_sync.weight_readback_every,
             record_experts=config.train.records_experts,
         )

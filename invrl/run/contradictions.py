@@ -40,6 +40,7 @@ def check(config: Config) -> None:
         _engines,
         _deadlines,
         _determinism,
+        _weight_sync,
     )
     for subject in subjects:
         for field, reason, fix in subject(config):
@@ -63,6 +64,13 @@ def _modes(config: Config) -> Contradictions:
         if getattr(run, name) and not run.debug_train_only:
             fix = "add --debug-train-only, or leave it out"
             yield f"run.{name}", "only --debug-train-only reads it", fix
+
+
+def _weight_sync(config: Config) -> Contradictions:
+    weight_sync = config.weight_sync
+    if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
+        reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
+        yield "weight_sync.weight_arena", reason, "leave --weight-transport or --weight-arena out"
 
 
 def _schedule(config: Config) -> Contradictions:

@@ -7,7 +7,7 @@ A transport has two ends, chosen by `--weight-transport`:
 =========  =======================  ==================================================================
 transport  the trainer's end        the engine's end (`engines/weight_receiver.py`)
 =========  =======================  ==================================================================
-`arena`    `arena.ArenaWriter`      `ArenaReceiver`; `in_engine.py` copies, inside SGLang's scheduler
+`arena`    `arena.ArenaWriter`      `ArenaReceiver`; `in_engine.py` copies or aliases, in SGLang's scheduler
 `bucket`   `buckets.BucketSender`   `BucketReceiver`; SGLang's own code copies
 =========  =======================  ==================================================================
 

@@ -5,8 +5,9 @@ keep it mapped. So an update moves no bytes except for the copy into the engine'
 left on the machine after kill -9 of every process.
 
 Invariant: the slot of the weights staged last stays whole while the next version is written into the other
-slot. Staging the same version again (after a failed update) rewrites its own slot. Checksums are taken of the
-slot's bytes while they are written; the engines prove by them that what they read is what was written.
+slot. Staging the same version again (after a failed update) rewrites its own slot. No slot is written while
+an engine reads it (`slot_lease.py`), whether it copies or its parameters point there. Checksums are taken of
+the slot's bytes while they are written; the engines prove by them that what they read is what was written.
 Imports torch only where tensors are touched.
 """
 
@@ -22,6 +23,8 @@ from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.hashed_copy import copy_hashed
+from invrl.weights.slot_layout import slot_layout
+from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import num_bytes
 
 if TYPE_CHECKING:
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
     Slot = dict[str, torch.Tensor]
     """Tensors by name, over the arena's memory."""
 
-_ALIGNMENT = 64
-"""Bytes. Every tensor begins at a multiple of it."""
+_SLOT_FREE_WITHIN_S = 60.0
+"""An engine that was lost may read its slot until its process has ended."""
 
 
 class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,37 +64,25 @@ def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tup
     """
     import torch
 
-    offsets: list[int] = []
-    slot_bytes = 0
-    for spec in layout:
-        offsets.append(slot_bytes)
-        slot_bytes += _aligned(num_bytes(spec))
-    memory = torch.from_file(path, shared=writable, size=2 * slot_bytes, dtype=torch.uint8)
+    sizes = slot_layout(layout)
+    memory = torch.from_file(path, shared=writable, size=2 * sizes.num_bytes, dtype=torch.uint8)
 
     def slot(slot_start: int) -> Slot:
         views: Slot = {}
-        for offset, spec in zip(offsets, layout, strict=True):
-            start = slot_start + offset
+        for spec in layout:
+            start = slot_start + sizes.offsets[spec.name]
             raw_bytes = memory[start : start + num_bytes(spec)]
             dtype: torch.dtype = getattr(torch, spec.dtype)
             views[spec.name] = raw_bytes.view(dtype).view(spec.shape)
         return views
 
-    return slot(0), slot(slot_bytes)
-
-
-def _aligned(size: int) -> int:
-    """`size` rounded up to a multiple of the alignment."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return slot(0), slot(sizes.num_bytes)
 
 
 class ArenaWriter:
     """The trainer's end. It owns the memory, which lives as long as this process keeps the writer."""
 
     def __init__(self, layout: WeightLayout) -> None:
-        names = {spec.name for spec in layout}
-        if len(names) != len(layout):
-            raise LayoutError("a tensor name occurs twice in the layout")
         descriptor = os.memfd_create("invrl-weights")
         self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._slots = map_arena(self._path, layout, writable=True)
@@ -99,12 +90,14 @@ class ArenaWriter:
         self._version: WeightVersion | None = None
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Write each tensor of the layout once, in any order, from any device. Raises LayoutError."""
+        """Write each tensor of the layout once, in any order, from any device. Waits for engines that read
+        the slot. Raises LayoutError, and WeightSyncError if an engine reads the slot for too long."""
         slot = 1 - self._slot
         if version == self._version:  # a failed update is tried again
             slot = self._slot
         views = self._slots[slot]
-        checksums = copy_hashed(_placed(tensors, views))
+        with SlotLease(self._path, slot, writes=True, wait_s=_SLOT_FREE_WITHIN_S):
+            checksums = copy_hashed(_placed(tensors, views))
         missing = [name for name in views if name not in checksums]
         if missing:
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")

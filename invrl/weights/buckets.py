@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.engine_parameters import in_one_call
 from invrl.weights.hashed_copy import checksums_of
-from invrl.weights.in_engine import in_one_call
 from invrl.weights.tensor_spec import num_bytes, spec_of
 
 if TYPE_CHECKING:

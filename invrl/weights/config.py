@@ -16,6 +16,9 @@ class WeightSyncConfig(Section):
     weight_update: Literal["together", "rolling"] = Field(
         "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"
     )
+    weight_arena: Literal["copy", "alias"] = Field(
+        "copy", description="'arena': engines copy the weights, or compute with the shared memory itself"
+    )
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
     )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,30 +26,32 @@ from msgspec import structs
 
 from invrl.errors import InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
-from invrl.train.families.registry import FAMILIES
 from invrl.types import TensorSpec
 from invrl.weights.arena import ArenaHandle, map_arena
+from invrl.weights.engine_parameters import (
+    EXPERTS,
+    is_padded,
+    padded_rows,
+    tensors_of,
+    tensors_of_expert,
+)
 from invrl.weights.hashed_copy import checksums_of, copy_hashed
+from invrl.weights.slot_layout import slot_layout
+from invrl.weights.slot_lease import SlotLease
 
 if TYPE_CHECKING:
     import torch
 
-FUSED = {fused: parts for family in FAMILIES.values() for fused, parts in family.engine_fusions.items()}
-"""Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases. A
-name means the same in every family."""
-EXPERTS = {fused: parts for family in FAMILIES.values() for fused, parts in family.engine_experts.items()}
-"""Engine parameters [expert, rows, ...] of all experts of a layer, likewise."""
-_PADDED = ("embed_tokens.weight", "lm_head.weight")
-"""SGLang pads the vocabulary. The rows beyond it belong to no token."""
-
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, copy the arena's slot (if `arena`), read back what is served (if `digest`)."""
+    """Check the layout, load the arena's slot (if `arena`), read back what is served (if `digest`)."""
 
     reply_path: str
     """The file for the reply to this request alone."""
     tensors: WeightLayout
     arena: ArenaHandle | None = None
+    alias: bool = False
+    """Point the parameters at the slot instead of copying. Without `arena`: check whether they can be."""
     digest: bool = False
 
 
@@ -58,7 +59,8 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     error_is_layout: bool = False
     checksums: dict[str, str] = {}
-    """By tensor: of the parameters as read back, or, without `digest`, of what was copied into them."""
+    """By tensor: of the parameters as read back, or, without `digest`, of what was copied into them. An alias
+    writes nothing, and so has none without `digest`."""
 
 
 def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
@@ -84,8 +86,8 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
                 _check_fits(spec, name, parameter, first_row, end_row)
                 places[part] = parameter.data[first_row:end_row]
                 first_row = end_row
-            is_padded = first_row > 0 and name.endswith(_PADDED)
-            if first_row != parameter.shape[0] and not is_padded:
+            has_padding = first_row > 0 and is_padded(name)
+            if first_row != parameter.shape[0] and not has_padding:
                 raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
     if unplaced:
         first_name = next(iter(unplaced))
@@ -98,28 +100,8 @@ def _blocks_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, l
     tensors that it holds."""
     layer, _, last_name = name.rpartition(".experts.")
     if last_name not in EXPERTS:
-        return [(parameter, _parts_of(name))]
-    return [
-        (rows, [f"{layer}.experts.{expert}.{part}" for part in EXPERTS[last_name]])
-        for expert, rows in enumerate(parameter.data)
-    ]
-
-
-def _parts_of(name: str) -> list[str]:
-    """The checkpoint tensors that the engine's parameter `name` holds, first rows first."""
-    for fused, parts in FUSED.items():
-        if f".{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
-
-
-def in_one_call(name: str, next_name: str) -> bool:
-    """Whether SGLang's own loader needs both tensors in the same call, because it fuses them."""
-    return any(
-        f".{part}." in name and next_name == name.replace(f".{part}.", f".{next_part}.")
-        for parts in FUSED.values()
-        for part, next_part in pairwise(parts)
-    )
+        return [(parameter, tensors_of(name))]
+    return [(rows, tensors_of_expert(layer, expert, last_name)) for expert, rows in enumerate(parameter.data)]
 
 
 def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int) -> None:
@@ -139,26 +121,98 @@ def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row:
 @lru_cache(maxsize=1)
 def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[str, torch.Tensor]]:
     """The slots of the arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
+    import torch
+
     first_slot.check()
-    return map_arena(first_slot.path, layout)
+    # SGLang calls the loader in inference mode. A parameter that pointed at a tensor of that mode could not
+    # be written in the threads that copy.
+    with torch.inference_mode(mode=False):
+        return map_arena(first_slot.path, layout)
 
 
 def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     parameters = dict(model.named_parameters())
     places = plan(parameters, request.tensors)
+    if request.alias:
+        _check_alias(model, parameters, places, request.tensors)
     checksums: dict[str, str] = {}
-    arena = request.arena
-    if arena is not None:
-        first_slot = structs.replace(arena, slot=0)  # both slots share one mapping
-        slots = _mapped(first_slot, request.tensors)
-        views = slots[arena.slot]
-        checksums = copy_hashed((name, place, views[name]) for name, place in places.items())
-        compute_derived = getattr(model, "post_load_weights", None)
-        if compute_derived is not None:
-            compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
+    if request.arena is not None:
+        slot = _slot(request.arena, request.tensors)
+        if request.alias:
+            views = _aliases(parameters, slot)
+            lease = SlotLease(request.arena.path, request.arena.slot, writes=False)
+            _point_at(model, views, lease)
+            places = plan(parameters, request.tensors)
+        else:
+            with SlotLease(request.arena.path, request.arena.slot, writes=False):
+                checksums = copy_hashed((name, place, slot[name]) for name, place in places.items())
+            compute_derived = getattr(model, "post_load_weights", None)
+            if compute_derived is not None:
+                compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
     if request.digest:
         checksums = checksums_of(places)
     return LoaderReply(checksums=checksums)
+
+
+def _slot(arena: ArenaHandle, layout: WeightLayout) -> Mapping[str, torch.Tensor]:
+    first_slot = structs.replace(arena, slot=0)  # both slots share one mapping
+    return _mapped(first_slot, layout)[arena.slot]
+
+
+def _check_alias(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    places: Mapping[str, torch.Tensor],
+    layout: WeightLayout,
+) -> None:
+    """Raises LayoutError unless every parameter lies in a slot as it lies in the engine, and nothing that the
+    model computes with is made of a parameter's old memory."""
+    if hasattr(model, "post_load_weights"):
+        raise _not_aliased("the model computes with matrices that it derives from its weights")
+    if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
+        raise _not_aliased("SGLang has packed the weights for AMX")
+    offsets = slot_layout(layout).offsets
+    for name, parameter in parameters.items():
+        if not (parameter.is_cpu and parameter.is_contiguous()):
+            raise _not_aliased(f"{name} is not in the CPU's memory in one piece")
+        blocks = _blocks_of(name, parameter)
+        tensors = [tensor for _, parts in blocks for tensor in parts]
+        rows = sum(places[tensor].shape[0] for tensor in tensors if places[tensor].dim())
+        if is_padded(name) and parameter.shape[0] > padded_rows(name, rows):
+            raise _not_aliased(f"{name} has {parameter.shape[0]} rows, a slot has room for fewer")
+        for tensor in tensors:
+            offset = places[tensor].data_ptr() - parameter.data_ptr()
+            if offsets[tensor] - offsets[tensors[0]] != offset:
+                raise _not_aliased(f"{name} has {tensor} at another place than a slot")
+
+
+def _not_aliased(reason: str) -> LayoutError:
+    return LayoutError(f"the engine cannot alias the arena: {reason}. Use --weight-arena copy")
+
+
+def _aliases(
+    parameters: Mapping[str, torch.Tensor], slot: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The slot's memory in the form of each parameter. `_check_alias` must have passed."""
+    views: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        first_tensor = _blocks_of(name, parameter)[0][1][0]
+        views[name] = slot[first_tensor].as_strided(parameter.shape, parameter.stride())
+    return views
+
+
+_leases: dict[int, SlotLease] = {}
+"""Of the slots that parameters point at, by the model's id. SGLang has one model in a process."""
+
+
+def _point_at(model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: SlotLease) -> None:
+    """From here on the trainer may write the slot that the model pointed at before."""
+    for name, parameter in model.named_parameters():
+        parameter.data = views[name]
+    before = _leases.pop(id(model), None)
+    _leases[id(model)] = lease
+    if before is not None:
+        before.release()
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

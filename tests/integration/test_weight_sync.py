@@ -145,6 +145,30 @@ async def test_buckets_carry_the_same_bytes(
     assert await held(bucket) == sender.checksums()
 
 
+async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(
+    tiny_model: Path, tiny_fleet: Fleet
+) -> None:
+    """Also after a failed update: it goes back to the slot before."""
+    sender = TorchSender(tiny_model)
+    aliasing = ArenaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, aliases=True)
+    update = Update(sender, [aliasing])
+    for seed in range(3):
+        sender.train(seed)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+    held_before = await held(aliasing)
+    assert held_before == sender.checksums()
+    sender.train(4)
+    sender.spoil = lambda staged: dataclasses.replace(staged, checksums=held_before)
+    with pytest.raises(ChecksumError, match="25 of 25"):
+        await update.run()
+    assert await held(aliasing) == held_before
+    sender.spoil = lambda staged: staged
+    done = await update.run()
+    assert done.canary_max_gap <= 1e-3
+    assert await held(aliasing) == sender.checksums()
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -31,7 +31,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.families.parameter import Fusion, join, split
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import parse_hf_config
-from invrl.weights.in_engine import EXPERTS, FUSED
+from invrl.weights.engine_parameters import EXPERTS, FUSED
 
 ROOT = Path(__file__).parents[2]
 NAMES: tuple[Family, ...] = get_args(Family)

@@ -11,9 +11,12 @@ import torch
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights import arena, engine_parameters, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.buckets import BucketSender
 from invrl.weights.in_engine import LoaderRequest, plan, read_reply, run
+from invrl.weights.slot_layout import SlotLayout, slot_layout
+from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import checksum
 
 SHAPES = {
@@ -38,6 +41,7 @@ SHAPES = {
     "model.norm.weight": (4,),
 }
 SPECS = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
+OFFSETS = slot_layout(tuple(SPECS)).offsets
 
 
 def engine() -> dict[str, torch.Tensor]:
@@ -56,8 +60,8 @@ def engine() -> dict[str, torch.Tensor]:
     }
 
 
-def model(parameters: dict[str, torch.Tensor]):
-    return types.SimpleNamespace(named_parameters=lambda: parameters.items())
+def model(parameters: dict[str, torch.Tensor], modules: tuple[object, ...] = ()):
+    return types.SimpleNamespace(named_parameters=lambda: parameters.items(), modules=lambda: modules)
 
 
 def values(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -71,7 +75,8 @@ def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, tensors=tuple(SPECS
 
 def ask_model(served, tmp_path: Path, tensors=tuple(SPECS), **fields):
     request = LoaderRequest(reply_path=str(tmp_path / "reply"), tensors=tensors, **fields)
-    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
+    with torch.inference_mode():  # as in SGLang's scheduler
+        run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
     return read_reply(request.reply_path)
 
 
@@ -128,6 +133,96 @@ def test_a_parameter_that_changes_after_the_copy_is_found_by_the_digest_alone(tm
         found = ask_model(served, tmp_path, arena=there, digest=digest).checksums
         wrong_by_digest[digest] = [name for name, value in staged.checksums.items() if found[name] != value]
     assert wrong_by_digest == {False: [], True: ["model.norm.weight"]}
+
+
+def test_an_alias_serves_the_slot_itself_and_frees_the_other_one(tmp_path: Path) -> None:
+    writer = ArenaWriter(tuple(SPECS))
+    parameters = engine()
+    served = model(parameters)
+    for version in range(1, 5):  # each slot is written again only when the engine has left it
+        staged = writer.stage(WeightVersion(version), values(version).items())
+        there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+        reply = ask_model(served, tmp_path, arena=there, alias=True, digest=True)
+        assert reply.checksums == dict(staged.checksums)
+        for name, place in plan(parameters, SPECS).items():
+            assert torch.equal(place, values(version)[name])
+    assert parameters["model.embed_tokens.weight"].shape == (16, 4)
+    assert not parameters["model.embed_tokens.weight"][10:].any()
+    slot = writer._slots[there.slot]
+    slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = 77.0  # by the trainer: nothing was copied
+    assert parameters["model.layers.1.mlp.experts.w13_weight"][1, 5, 3] == 77.0
+
+
+def test_an_engine_that_aliased_copies_into_memory_of_its_own(tmp_path: Path) -> None:
+    """Its mapping of the arena is private: nobody else sees what it writes."""
+    writer = ArenaWriter(tuple(SPECS))
+    served = model(engine())
+    first = writer.stage(WeightVersion(1), values(1).items())
+    second = writer.stage(WeightVersion(2), values(2).items())
+    handles = [msgspec.json.decode(staged.handle, type=ArenaHandle) for staged in (first, second)]
+    ask_model(served, tmp_path, arena=handles[0], alias=True)
+    assert ask_model(served, tmp_path, arena=handles[1]).checksums == dict(second.checksums)
+    assert ask_model(served, tmp_path, digest=True).checksums == dict(second.checksums)
+    for name, tensor in writer._slots[0].items():
+        assert torch.equal(tensor, values(1)[name])
+
+
+def test_a_slot_that_an_engine_serves_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)
+    writer = ArenaWriter(tuple(SPECS))
+    staged = writer.stage(WeightVersion(1), values(1).items())
+    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    parameters = engine()
+    served = model(parameters)
+    ask_model(served, tmp_path, arena=there, alias=True)
+    with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
+        writer.stage(WeightVersion(1), values(2).items())  # again into the same slot
+    writer.stage(WeightVersion(2), values(2).items())
+    with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
+        writer.stage(WeightVersion(3), values(3).items())  # the engine has not moved
+    assert torch.equal(parameters["model.norm.weight"], values(1)["model.norm.weight"])
+
+
+def test_a_slot_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    writer = ArenaWriter(tuple(SPECS))
+    there = msgspec.json.decode(writer.stage(WeightVersion(1), values(1).items()).handle, type=ArenaHandle)
+    for alias in (False, True):
+        with (
+            SlotLease(there.path, there.slot, writes=True),
+            pytest.raises(WeightSyncError, match="the trainer writes slot 0"),
+        ):
+            ask(engine(), tmp_path, arena=there, alias=alias)
+    ask(engine(), tmp_path, arena=there)
+
+
+class Packed:
+    use_intel_amx_backend = True
+
+
+@pytest.mark.parametrize("fault", ["derives from its weights", "for AMX", "in one piece", "has 128 rows"])
+def test_an_engine_that_cannot_alias_says_why_before_a_byte_moves(fault: str, tmp_path: Path) -> None:
+    parameters = engine()
+    served = model(parameters)
+    if fault == "derives from its weights":
+        served.post_load_weights = lambda: None
+    if fault == "for AMX":
+        served.modules = lambda: [Packed()]
+    if fault == "in one piece":
+        parameters["model.norm.weight"] = torch.zeros(8)[::2]
+    if fault == "has 128 rows":
+        parameters["model.embed_tokens.weight"] = torch.zeros(128, 4)
+    with pytest.raises(LayoutError, match=f"cannot alias the arena: .*{fault}.*--weight-arena copy"):
+        ask_model(served, tmp_path, alias=True)
+    ask_model(served, tmp_path)
+
+
+def test_an_engine_that_fuses_in_another_order_cannot_alias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engine_parameters.FUSED, "gate_up_proj", ("up_proj", "gate_proj"))
+    monkeypatch.setattr(in_engine, "slot_layout", lambda _: SlotLayout(OFFSETS, 0))
+    with pytest.raises(LayoutError, match="at another place than a slot"):
+        ask(engine(), tmp_path, alias=True)
 
 
 def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tmp_path: Path) -> None:

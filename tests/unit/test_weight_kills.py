@@ -1,0 +1,208 @@
+"""kill -9 of a trainer or an engine in the middle of a write or a copy: engines are on whole versions, the
+arena goes on, and nothing stays in shared memory. The processes are forks with the writer and the loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from invrl.errors import WeightSyncError
+from invrl.interfaces import StagedWeights
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weights import arena, hashed_copy, in_engine
+from invrl.weights.arena import ArenaHandle, ArenaWriter
+from invrl.weights.in_engine import LoaderRequest, read_reply
+
+LAYOUT = tuple(
+    TensorSpec(name=f"model.layers.{layer}.mlp.down_proj.weight", shape=(32, 64), dtype="float32")
+    for layer in range(8)
+)
+ANSWER_S = 120.0
+FORK = multiprocessing.get_context("fork")
+
+
+def stage(writer: ArenaWriter, version: int) -> StagedWeights:
+    tensors = {spec.name: torch.full(spec.shape, version + index / 8) for index, spec in enumerate(LAYOUT)}
+    return writer.stage(WeightVersion(version), tensors.items())
+
+
+def kill_in_copy(number: int) -> None:
+    """From here on this process dies in the middle of its n-th copy."""
+    copy = hashed_copy._copy
+    copies = iter(range(1, number + 1))
+
+    def deadly(target: torch.Tensor, source: torch.Tensor) -> str:
+        if next(copies) == number:
+            target.view(-1)[:100].copy_(source.view(-1)[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return copy(target, source)
+
+    hashed_copy._copy = deadly
+
+
+class Child:
+    """A fork that answers calls with the results of `answer`."""
+
+    def __init__(self, answer: Callable[[Any], object]) -> None:
+        self._connection, theirs = FORK.Pipe()
+
+        def serve(connection: Connection) -> None:
+            with contextlib.suppress(EOFError):
+                while True:
+                    connection.send(answer(connection.recv()))
+
+        self.process = FORK.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, question: object) -> Any:
+        """None if it died before its answer."""
+        self._connection.send(question)
+        assert self._connection.poll(ANSWER_S), "no answer"
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self.process.join(ANSWER_S)
+            return None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(ANSWER_S)
+
+
+class Trainer:
+    """Answers a version with what it staged; told a number first, it dies in that copy."""
+
+    def __init__(self) -> None:
+        self._writer: ArenaWriter | None = None
+
+    def answer(self, question: tuple[int, int]) -> StagedWeights:
+        version, deadly_copy = question
+        if self._writer is None:
+            self._writer = ArenaWriter(LAYOUT)
+        if deadly_copy:
+            kill_in_copy(deadly_copy)
+        return stage(self._writer, version)
+
+
+class Engine:
+    """Answers a request to the loader with (error, checksums)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
+        self._model = types.SimpleNamespace(
+            named_parameters=lambda: self._parameters.items(), modules=lambda: ()
+        )
+        self._reply_path = str(folder / "reply")
+
+    def answer(self, question: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        deadly_copy = question.pop("deadly_copy", 0)
+        if deadly_copy:
+            kill_in_copy(deadly_copy)
+        request = LoaderRequest(reply_path=self._reply_path, tensors=LAYOUT, **question)
+        in_engine.run(self._model, [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
+        try:
+            return "", read_reply(self._reply_path).checksums
+        except WeightSyncError as error:
+            return str(error), {}
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        child.kill()
+
+
+def handle(staged: StagedWeights) -> ArenaHandle:
+    return msgspec.json.decode(staged.handle, type=ArenaHandle)
+
+
+def processes_with(inode: int) -> list[str]:
+    """Those that map the arena."""
+    found: list[str] = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text().splitlines()
+            if any("memfd:invrl-weights" in line and line.split()[4] == str(inode) for line in lines):
+                found.append(maps.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("alias", [False, True], ids=["copy", "alias"])
+@pytest.mark.parametrize("deadly_copy", [1, 5])
+def test_a_trainer_killed_while_it_writes(
+    children: list[Child], tmp_path: Path, alias: bool, deadly_copy: int
+) -> None:
+    trainer = Child(Trainer().answer)
+    engine = Child(Engine(tmp_path).answer)
+    children += [trainer, engine]
+    first = trainer.ask((1, 0))
+    assert engine.ask({"arena": handle(first), "alias": alias, "digest": True}) == ("", first.checksums)
+    inode = handle(first).inode
+    assert str(engine.process.pid) in processes_with(inode)
+    assert trainer.ask((2, deadly_copy)) is None
+    assert trainer.process.exitcode == -signal.SIGKILL
+    # The engine holds the first version whole, and is not moved to a slot that nobody finished.
+    unfinished = ArenaHandle(path=handle(first).path, inode=inode, slot=1)
+    error, _ = engine.ask({"arena": unfinished, "alias": alias})
+    assert "cannot be opened" in error
+    assert engine.ask({"digest": True}) == ("", first.checksums)
+    # The next incarnation's trainer has an arena of its own.
+    successor = Child(Trainer().answer)
+    children.append(successor)
+    second = successor.ask((2, 0))
+    assert engine.ask({"arena": handle(second), "alias": alias, "digest": True}) == ("", second.checksums)
+    engine.kill()
+    successor.kill()
+    assert processes_with(inode) == processes_with(handle(second).inode) == []
+
+
+def test_an_engine_killed_while_it_copies(
+    children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", ANSWER_S)
+    writer = ArenaWriter(LAYOUT)
+    doomed = Child(Engine(tmp_path).answer)
+    other = Child(Engine(tmp_path).answer)
+    children += [doomed, other]
+    staged = stage(writer, 1)
+    assert doomed.ask({"arena": handle(staged), "deadly_copy": 4}) is None
+    assert other.ask({"arena": handle(staged)}) == ("", staged.checksums)
+    for version in (2, 3):  # the slot that it read is free: its lease ended with it
+        staged = stage(writer, version)
+        assert other.ask({"arena": handle(staged)}) == ("", staged.checksums)
+
+
+def test_an_engine_killed_while_it_serves_a_slot(
+    children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)
+    writer = ArenaWriter(LAYOUT)
+    doomed = Child(Engine(tmp_path).answer)
+    other = Child(Engine(tmp_path).answer)
+    children += [doomed, other]
+    first = stage(writer, 1)
+    for engine in (doomed, other):
+        assert engine.ask({"arena": handle(first), "alias": True, "digest": True}) == ("", first.checksums)
+    second = stage(writer, 2)
+    assert other.ask({"arena": handle(second), "alias": True, "digest": True}) == ("", second.checksums)
+    with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
+        stage(writer, 3)
+    doomed.kill()
+    third = stage(writer, 3)
+    assert other.ask({"digest": True}) == ("", second.checksums)
+    assert other.ask({"arena": handle(third), "alias": True, "digest": True}) == ("", third.checksums)
