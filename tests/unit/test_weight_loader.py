@@ -148,7 +148,7 @@ def test_an_alias_serves_the_slot_itself_and_frees_the_other_one(tmp_path: Path)
             assert torch.equal(place, values(version)[name])
     assert parameters["model.embed_tokens.weight"].shape == (16, 4)
     assert not parameters["model.embed_tokens.weight"][10:].any()
-    slot = writer._slots[there.slot]
+    slot = writer._slots[1]
     slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = 77.0  # by the trainer: nothing was copied
     assert parameters["model.layers.1.mlp.experts.w13_weight"][1, 5, 3] == 77.0
 
@@ -241,7 +241,7 @@ def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tm
     )
     served = model(parameters)
     served.post_load_weights = post_load_weights
-    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
+    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
     read_reply(request.reply_path)
     assert torch.equal(torch.stack(derived), values()["model.norm.weight"][None])
 
