@@ -14,7 +14,7 @@ Imports torch only where tensors are touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,15 +22,12 @@ import msgspec
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
-from invrl.weights.hashed_copy import copy_hashed
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_spec import num_bytes
+from invrl.weights.tensor_spec import copy_hashed, num_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from invrl.weights.hashed_copy import Copy
 
     Slot = dict[str, torch.Tensor]
     """Tensors by name, over the arena's memory."""
@@ -97,7 +94,7 @@ class ArenaWriter:
             slot = self._slot
         views = self._slots[slot]
         with SlotLease(self._path, slot, writes=True, wait_s=_SLOT_FREE_WITHIN_S):
-            checksums = copy_hashed(_placed(tensors, views))
+            checksums = _write(tensors, views)
         missing = [name for name in views if name not in checksums]
         if missing:
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
@@ -113,18 +110,18 @@ class ArenaWriter:
         )
 
 
-def _placed(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> Iterator[Copy]:
-    """Each tensor with its place in the slot. Raises LayoutError."""
-    placed_names: set[str] = set()
+def _write(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> dict[str, str]:
+    """Writes each tensor to its place in the slot. Returns checksums of the places. Raises LayoutError."""
+    checksums: dict[str, str] = {}
     for name, tensor in tensors:
         view = views.get(name)
         if view is None:
             raise LayoutError(f"{name}: not in the layout")
-        if name in placed_names:
+        if name in checksums:
             raise LayoutError(f"{name}: staged twice")
         if view.shape != tensor.shape or view.dtype != tensor.dtype:
             staged = f"{tensor.dtype} {tuple(tensor.shape)}"
             wanted = f"{view.dtype} {tuple(view.shape)}"
             raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
-        placed_names.add(name)
-        yield name, view, tensor.detach()
+        checksums[name] = copy_hashed(view, tensor)
+    return checksums

@@ -12,8 +12,7 @@ from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.engine_parameters import in_one_call
-from invrl.weights.hashed_copy import checksums_of
-from invrl.weights.tensor_spec import num_bytes, spec_of
+from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +45,7 @@ class BucketSender:
         for names in self._bucket_names():
             payload = self._serialise_bucket(version, tensors_by_name, names)
             payloads.append(payload)
-        checksums = checksums_of(tensors_by_name)
+        checksums = {name: checksum(tensor) for name, tensor in tensors_by_name.items()}
         return StagedWeights(
             version=version,
             handle=json.dumps(payloads),

@@ -35,9 +35,9 @@ from invrl.weights.engine_parameters import (
     tensors_of,
     tensors_of_expert,
 )
-from invrl.weights.hashed_copy import checksums_of, copy_hashed
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
+from invrl.weights.tensor_spec import checksum, copy_hashed
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[s
 
     first_slot.check()
     # SGLang calls the loader in inference mode. A parameter that pointed at a tensor of that mode could not
-    # be written in the threads that copy.
+    # be written outside of it.
     with torch.inference_mode(mode=False):
         return map_arena(first_slot.path, layout)
 
@@ -145,12 +145,12 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
             places = plan(parameters, request.tensors)
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
-                checksums = copy_hashed((name, place, slot[name]) for name, place in places.items())
+                checksums = {name: copy_hashed(place, slot[name]) for name, place in places.items()}
             compute_derived = getattr(model, "post_load_weights", None)
             if compute_derived is not None:
                 compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
     if request.digest:
-        checksums = checksums_of(places)
+        checksums = {name: checksum(place) for name, place in places.items()}
     return LoaderReply(checksums=checksums)
 
 

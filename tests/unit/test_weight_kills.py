@@ -21,9 +21,10 @@ import torch
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weights import arena, hashed_copy, in_engine
+from invrl.weights import arena, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.in_engine import LoaderRequest, read_reply
+from invrl.weights.tensor_spec import copy_hashed
 
 LAYOUT = tuple(
     TensorSpec(name=f"model.layers.{layer}.mlp.down_proj.weight", shape=(32, 64), dtype="float32")
@@ -40,16 +41,16 @@ def stage(writer: ArenaWriter, version: int) -> StagedWeights:
 
 def kill_in_copy(number: int) -> None:
     """From here on this process dies in the middle of its n-th copy."""
-    copy = hashed_copy._copy
     copies = iter(range(1, number + 1))
 
     def deadly(target: torch.Tensor, source: torch.Tensor) -> str:
         if next(copies) == number:
             target.view(-1)[:100].copy_(source.view(-1)[:100])
             os.kill(os.getpid(), signal.SIGKILL)
-        return copy(target, source)
+        return copy_hashed(target, source)
 
-    hashed_copy._copy = deadly
+    arena.copy_hashed = deadly
+    in_engine.copy_hashed = deadly
 
 
 class Child:
