@@ -2,8 +2,9 @@
 
 Invariant: everything of it listens on loopback, and it answers nobody without a key. `api_key` may sample;
 the router holds it. `admin_key` may pause the engine and change its weights; the weight receiver holds it.
-Keys travel in the environment, which no process listing shows. What differs between CPU and GPU when an
-engine is started is in this file.
+Keys travel in the environment, which no process listing shows. What the engine's processes put into TMPDIR
+goes with them, also when they are killed. What differs between CPU and GPU when an engine is started is in
+this file.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
+from invrl.host.temporary_folder import TemporaryFolder
 from invrl.model_folder import read_model_type
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
@@ -82,6 +84,7 @@ class EngineServer(ServerProcess):
         self.admin_key = random_key()
         self._config = config
         self._port = ReservedPort()
+        self._temporary = TemporaryFolder("engine")
         self.url = f"http://127.0.0.1:{self._port.number}"
         command = _command(config, model_path, self._port.number)
         command += passthrough  # a later flag wins
@@ -89,6 +92,7 @@ class EngineServer(ServerProcess):
             "OMP_NUM_THREADS": "1",
             MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
+            **self._temporary.environment(),
         }
         super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
 
@@ -119,6 +123,7 @@ class EngineServer(ServerProcess):
             super().stop()
         finally:
             self._port.close()
+            self._temporary.remove()
 
     def _makes_a_token(self, processes: "_StartingProcesses") -> bool:
         """Ask for one token, in place of SGLang's own warm-up: the server counts as up only after it."""

@@ -6,6 +6,9 @@ detokenizer) import the main module again and need it too. The server starts onl
 Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
 interface, so an engine, which is one rank, gets a store in its memory instead.
 
+SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes. Here it is a file in
+TMPDIR, which is the engine's own and goes with it.
+
 On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage collection, no Megatron, our
 families' classes first) is the same there; it has not been tried.
 """
@@ -13,6 +16,7 @@ families' classes first) is the same there; it has not been tried.
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -61,6 +65,20 @@ if __name__ in ("__main__", "__mp_main__"):
     _stay_on_loopback()
 
 
+def _keep_load_in_tmpdir() -> None:
+    """To be called in every process of the engine, once SGLang may be imported."""
+    from sglang.srt.managers import load_snapshot
+
+    def load_path(instance_id: str) -> str:
+        return f"{tempfile.gettempdir()}/load-{instance_id}"
+
+    load_snapshot.shm_path_for = load_path
+
+
+if __name__ == "__mp_main__":
+    _keep_load_in_tmpdir()
+
+
 def main(argv: list[str]) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
     if "--enable-deterministic-inference" in argv:
@@ -73,6 +91,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    _keep_load_in_tmpdir()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()

@@ -4,6 +4,7 @@ The first session is for the person at the terminal; the environment key opens m
 
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
+from invrl.host.temporary_folder import remove_abandoned
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
@@ -13,6 +14,7 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 
 async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
+    remove_abandoned()
     async with start_serving(with_long_answers(config), folder) as serving:
         print(
             f"starting {config.engine.num_engines} engine(s) behind {serving.fleet.router.program}; "

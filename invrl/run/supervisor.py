@@ -24,6 +24,7 @@ from invrl.host.descendants import adopt_orphans, collect_ended_children, die_wi
 from invrl.host.environment_keys import held_keys
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
 from invrl.host.ray_setup import remove_ray_folder
+from invrl.host.temporary_folder import remove_abandoned
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
 from invrl.run.driver_commands import FAILURE_EXIT, INCARNATION_COMMAND, INTERRUPT_EXIT, USAGE_EXIT
@@ -112,6 +113,7 @@ class Supervisor:
     def run(self) -> int:
         """Runs incarnations until the run is done, fails for good or is interrupted; the exit code. A failed
         incarnation is followed by another one, `max_restarts` times without a new checkpoint between them."""
+        remove_abandoned()
         with self._signals_blocked():
             adopt_orphans()
             restarts = 0

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -126,6 +127,9 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
     # an engine that dies is noticed and leaves; the sessions go on with the other
     dead = fleet.engines["engine-0"]
     tree = family_of(dead.server.pid)
+    assert set().union(*map(shared_memory_files, tree)) == set()
+    sockets = set().union(*map(socket_folders, tree))
+    assert sockets
     os.kill(dead.server.pid, signal.SIGKILL)
     await leaves(fleet, dead)
     sender.train(3)
@@ -134,6 +138,7 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
     assert await versions_seen(fleet) == {3}
     await comes_back(fleet, dead)
     assert await asyncio.to_thread(still_running, tree, within_s=60) == []
+    assert [folder for folder in sockets if folder.exists()] == []
     assert await versions_seen(fleet) == {3}
     staged = await sender.stage(WeightVersion(4))
     for engine in fleet.engines.values():
@@ -232,6 +237,18 @@ async def test_a_stopped_router_is_replaced_at_its_address(
 
 def all_routed(fleet: Fleet) -> bool:
     return all(fleet.router.registered(engine.server.url) for engine in fleet.engines.values())
+
+
+def shared_memory_files(process: psutil.Process) -> set[str]:
+    """What the process would leave in /dev/shm if it were killed now."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {line for line in lines if "/dev/shm/" in line and not line.endswith(" (deleted)")}
+
+
+def socket_folders(process: psutil.Process) -> set[Path]:
+    """Folders of the files of the process's Unix sockets."""
+    paths = [Path(connection.laddr) for connection in process.net_connections("unix") if connection.laddr]
+    return {path.parent for path in paths if path.is_absolute()}
 
 
 async def leaves(fleet: Fleet, engine: Engine) -> None:

@@ -1,0 +1,82 @@
+"""A temporary folder goes with its owner; what a killed one left goes with the next command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from invrl.host.temporary_folder import TemporaryFolder, remove_abandoned
+
+OWNER = """
+import sys
+from pathlib import Path
+from invrl.host.temporary_folder import TemporaryFolder
+
+folder = TemporaryFolder("engine", parent=Path(sys.argv[1]))
+(folder.path / "socket").touch()
+print(folder.path, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_goes_with_its_block(parent: Path) -> None:
+    with TemporaryFolder("engine", parent=parent) as folder:
+        (folder.path / "file").touch()
+        assert folder.path.parent == parent
+    assert list(parent.iterdir()) == []
+    folder.remove()
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(parent: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        others = [parent / "invrl-engine-mine", parent / "invrl-engine-7-abcdefg8.txt"]
+        for other in others:
+            other.mkdir()
+        (parent / "invrl-engine-7-abcdefgh").symlink_to(others[0])
+        remove_abandoned()
+        assert (path / "socket").exists()
+        owner.kill()
+        owner.wait()
+        assert path.exists()
+        remove_abandoned()
+    assert not path.exists()
+    assert all(other.exists() for other in others)
+    assert (parent / "invrl-engine-7-abcdefgh").is_symlink()
+
+
+def test_a_new_folder_that_another_command_takes_for_an_abandoned_one_is_made_again(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkdtemp
+    taken: list[str] = []
+
+    def make_and_lose(**names: str) -> str:
+        path = make(**names)
+        if not taken:
+            taken.append(path)
+            remove_abandoned()
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with TemporaryFolder("engine", parent=parent) as folder:
+        assert str(folder.path) not in taken
+        remove_abandoned()
+        assert folder.path.exists()
+
+
+def test_the_parent_is_short_enough_for_sockets(parent: Path) -> None:
+    with TemporaryFolder("driver") as folder, TemporaryFolder("engine", parent=folder.path) as inner:
+        assert len(f"{inner.path}/tmpabcdefgh.0") < 107
