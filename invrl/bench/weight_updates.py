@@ -87,7 +87,7 @@ class UpdatedEngine:
         update = await self._transaction.run(WeightVersion(self._version))
         end = time.monotonic()
         self._num_bytes = update.num_bytes
-        canary_s = update.seconds.get("canary", 0.0)
+        canary_s = sum(update.seconds.get(phase, 0.0) for phase in ("canary", "trainer_canary"))
         return TimedUpdate(
             window=Window(start=start, end=end),
             ready_s=end - start - canary_s,
