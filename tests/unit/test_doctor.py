@@ -208,6 +208,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share one CPU", "2 or more"),
     (
+        "no bfloat16",
+        fact(is_slow_in_bfloat16=True),
+        "precision",
+        WARNING,
+        "no AVX-512",
+        "--engine-dtype float32 --train-dtype float32",
+    ),
+    (
         "no memory",
         fact(memory_bytes=10**9),
         "memory",

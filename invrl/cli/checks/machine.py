@@ -24,6 +24,8 @@ class Machine:
     """Of the smallest of them; 0: there is none."""
     nvidia: bool
     """A driver is loaded, whether the installed torch can use it or not."""
+    is_slow_in_bfloat16: bool = False
+    """Its CPU is an x86 one without AVX-512, for which oneDNN has no bfloat16 kernels."""
     torch: str
     """Its version."""
     memory_bytes: int
@@ -47,11 +49,18 @@ def look_at_machine() -> Machine:
         gpus=count_gpus(),
         gpu_memory_bytes=_smallest_gpu(),
         nvidia=Path("/proc/driver/nvidia/version").exists(),
+        is_slow_in_bfloat16=_lacks_avx512(),
         torch=installed_version("torch") or "(none)",
         memory_bytes=memory_free,
         memory_total_bytes=memory_total,
         shared_memory_bytes=shared_memory,
     )
+
+
+def _lacks_avx512() -> bool:
+    """False for other processors than x86."""
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    return bool(flags) and "avx512f" not in flags[0].split()
 
 
 def _smallest_gpu() -> int:
