@@ -104,7 +104,7 @@ CHECKS = (
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", machine_checks.check_gpu),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),
-    _of_machine("precision", machine_checks.check_precision, TRAIN),
+    _of_machine("precision", machine_checks.check_precision),
     Check(
         name="trainer kernels",
         look=machine_checks.check_trainer_kernels,
