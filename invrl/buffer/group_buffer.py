@@ -269,8 +269,8 @@ class GroupBuffer:
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
         """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came after it. Those sampled
         under the trained version or an older one count; the others were sampled under weights that are lost.
-        What is still in flight then is leased again. Raises BufferStateError if the task source yields other
-        tasks."""
+        What is still in flight then is interrupted: it is leased again. Raises BufferStateError if the task
+        source yields other tasks."""
         self.version = snapshot.version
         self._groups_leased = snapshot.groups_leased
         self._batches_taken = snapshot.batches_taken
@@ -286,8 +286,8 @@ class GroupBuffer:
                 self.record(outcome)
         for group in self._in_flight.values():
             for index in group.members(RolloutState.IN_FLIGHT):
-                self._ledger.unlease(group, index)
-            if group.members(None) and group.id not in self._replacements:
+                self._ledger.move(group, index, RolloutState.INTERRUPTED)
+            if group.to_lease() and group.id not in self._replacements:
                 self._replacements.append(group.id)
 
     # ------------------------------------------------------------------ what there is to know
@@ -371,8 +371,8 @@ class GroupBuffer:
         return len(self._batch.groups)
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
-        """Leases the places of the group that are not leased."""
-        indices = group.members(None)
+        """Leases the places of the group that are to be leased."""
+        indices = group.to_lease()
         none_ended = not (self.failures.firsts or self.failures.finished_in_all)
         for index in indices:
             self._ledger.move(group, index, RolloutState.IN_FLIGHT)

@@ -1,8 +1,9 @@
 """The ledger: the state of every rollout, and the only function that changes it.
 
 A rollout's place is (group, index, attempt). `Ledger.move` is the only way to change its state: it checks the
-transition and emits a `LedgerEntry`. Invariant: a place only moves forward, and it ends once, either trained
-or dropped with a reason. `ledger_store.py` stores every entry."""
+transition and emits a `LedgerEntry`. Invariant: a place only moves forward, except that one which a restart
+interrupts may be in flight again, and it ends once, either trained or dropped with a reason.
+`ledger_store.py` stores every entry."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from invrl.types import Place
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     None: frozenset({RolloutState.IN_FLIGHT}),
-    RolloutState.IN_FLIGHT: frozenset({RolloutState.FINISHED, RolloutState.DROPPED}),
+    RolloutState.IN_FLIGHT: frozenset(
+        {RolloutState.FINISHED, RolloutState.INTERRUPTED, RolloutState.DROPPED}
+    ),
+    RolloutState.INTERRUPTED: frozenset({RolloutState.IN_FLIGHT, RolloutState.DROPPED}),
     RolloutState.FINISHED: frozenset({RolloutState.GROUPED, RolloutState.DROPPED}),
     RolloutState.GROUPED: frozenset({RolloutState.TAKEN, RolloutState.DROPPED}),
     RolloutState.TAKEN: frozenset({RolloutState.TRAINED, RolloutState.DROPPED}),
@@ -62,11 +66,6 @@ class Ledger:
         """The number of the next entry."""
         self.counts: Counter[RolloutState] = Counter()
         """How many rollouts are in each state now."""
-
-    def unlease(self, group: OpenGroup, index: int) -> None:
-        """Takes back the lease of a place in flight: the run's incarnation ended before its outcome came."""
-        group.states_G[index] = None
-        self.counts[RolloutState.IN_FLIGHT] -= 1
 
     def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         """Changes the state of one rollout. Raises BufferStateError for a transition that is not allowed, or

@@ -11,6 +11,9 @@ from invrl.types import Group, Place, RolloutSummary, WeightVersion
 class RolloutState(StrEnum):
     IN_FLIGHT = "in_flight"
     """Leased to a worker; no outcome yet."""
+    INTERRUPTED = "interrupted"
+    """Was in flight at the checkpoint that the run resumed from. It is leased again, unless its group ends
+    before."""
     FINISHED = "finished"
     """Rewarded; its group is not complete."""
     GROUPED = "grouped"
@@ -50,6 +53,10 @@ class OpenGroup:
     def members(self, state: RolloutState | None) -> list[int]:
         """Indices whose current attempt is in this state."""
         return [index for index, member_state in enumerate(self.states_G) if member_state is state]
+
+    def to_lease(self) -> list[int]:
+        """Indices whose current attempt is to be leased, for the first time or again."""
+        return sorted([*self.members(None), *self.members(RolloutState.INTERRUPTED)])
 
     def awaits(self, place: Place) -> bool:
         """Whether the rollout at this place is in flight."""

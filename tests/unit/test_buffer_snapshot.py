@@ -158,6 +158,14 @@ class TestOutcomesAfterTheSnapshot:
     ) -> None:
         assert ("g3", 0, 0) in self.leased(saved, summary("g3", 0, reward=1.0))
 
+    def test_a_run_that_ends_before_they_are_leased_again_ends_them(self, saved: BufferSnapshot) -> None:
+        again: list[LedgerEntry] = []
+        buffer = make(staleness=2, batch=1, entries=again)
+        buffer.restore(saved, [])
+        buffer.close()
+        last = {(entry.place.group_id, entry.place.index): entry.state for entry in again}
+        assert last == dict.fromkeys([("g1", 0), ("g1", 1), ("g2", 0), ("g2", 1)], RolloutState.DROPPED)
+
     def test_other_tasks_are_refused(self, saved: BufferSnapshot) -> None:
         renamed = (task for task in tasks() if task.id != "t0")
         with pytest.raises(BufferStateError, match="g1 had task t1, the task source now gives t2"):

@@ -86,16 +86,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.staleness, self.batch_size, self.group_size = staleness, batch, group
         self.max_attempts, self.over = attempts, over
         self.entries: list[LedgerEntry] = []
-        self.buffer = GroupBuffer(
-            BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-            RolloutConfig(
-                rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts
-            ),
-            tasks=endless_tasks(),
-            # with one rollout a group has no variance, ever
-            group_filter=group_filter_function("nonzero_variance" if group > 1 else "none"),
-            emit=self.entries.append,
-        )
+        self.buffer = self.new_buffer()
         self.version = 0
         self.in_flight: dict[Place, int] = {}
         self.recorded: list[RolloutSummary | FailedRollout] = []
@@ -104,6 +95,20 @@ class BufferMachine(RuleBasedStateMachine):
         self.ever_taken: set[Place] = set()
         self.named: set[str] = set()
         """Groups that the buffer no longer wants."""
+
+    def new_buffer(self) -> GroupBuffer:
+        return GroupBuffer(
+            BufferConfig(max_staleness=self.staleness, over_sampling_groups=self.over),
+            RolloutConfig(
+                rollout_batch_size=self.batch_size,
+                n_samples_per_prompt=self.group_size,
+                rollout_max_attempts=self.max_attempts,
+            ),
+            tasks=endless_tasks(),
+            # with one rollout a group has no variance, ever
+            group_filter=group_filter_function("nonzero_variance" if self.group_size > 1 else "none"),
+            emit=self.entries.append,
+        )
 
     # ---------------------------------------------------------------- what the model knows
 
@@ -249,6 +254,17 @@ class BufferMachine(RuleBasedStateMachine):
         self.version += 1
         self.buffer.advance(WeightVersion(self.version))
         self.batch, self.trained_now = None, False
+
+    @precondition(lambda self: self.trained_now)
+    @rule()
+    def restart(self) -> None:
+        """The run resumes from a checkpoint that it has just made. What ran then has no worker any more; its
+        groups may be dropped before they are leased again."""
+        saved = self.buffer.snapshot(WeightVersion(self.version + 1))
+        self.buffer = self.new_buffer()
+        self.buffer.restore(saved, [])
+        self.in_flight = {}
+        self.update_weights()
 
     @rule()
     def a_batch_always_comes_together(self) -> None:
