@@ -53,6 +53,9 @@ COMMANDS = {
     "samples": Command("samples", "samples", "show what the model said in a run: prompts, replies, rewards"),
     "ledger": Command("ledger", "ledger", "say what became of every rollout of a run"),
     "replay": Command("replay", "replay", "repeat one training step of a run, with every token's numbers"),
+    "verify-weights": Command(
+        "verify_weights", "verify_weights", "compare what a running run's engines hold with what was sent"
+    ),
     "bench": Command("bench", "bench", "measure the trainer, or updates of weights, on this machine"),
     "report": Command("report", "report", "draw the reward curve of a run folder"),
 }

@@ -17,7 +17,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -287,9 +287,10 @@ class SglangClient:
 
     # ------------------------------------------------------------------ control (an engine, not the router)
 
-    async def pause(self) -> None:
-        """Running requests are retracted: they go on after `resume`."""
-        await self._control("/pause_generation", {"mode": "retract"})
+    async def pause(self, mode: Literal["retract", "in_place"] = "retract") -> None:
+        """Running requests go on after `resume`. `retract` frees their cache, which is computed again then;
+        `in_place` keeps it."""
+        await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})

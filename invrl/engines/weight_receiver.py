@@ -11,6 +11,7 @@ flattened buckets. What runs inside the engine is `weights/in_engine.py`.
 import base64
 import json
 import pickle
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
+from invrl.weights.verification import ReadBack
 
 
 class EngineReceiver(ABC):
@@ -84,6 +86,20 @@ class EngineReceiver(ABC):
         async with self._update():
             reply = await self._ask_loader(self._approved_layout, digest=True)
         return reply.checksums
+
+    async def read_back(self, layout: WeightLayout) -> ReadBack:
+        """What the engine holds, while it serves: it pauses between two steps, and its requests go on with
+        their caches. Not during an update. After an error the engine may still be paused: `is_paused`."""
+        paused_at = time.monotonic()
+        self.is_paused = True
+        try:
+            await self._client.pause("in_place")
+            async with self._update():
+                reply = await self._ask_loader(layout, digest=True)
+            version = await self._client.weight_version()
+        finally:
+            await self.resume()
+        return ReadBack(version=version, checksums=reply.checksums, paused_s=time.monotonic() - paused_at)
 
     async def commit(self, version: WeightVersion) -> None:
         await self._client.set_weight_version(version)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from invrl.run.resume import Start, check_store_at, describe_start, find_start, 
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.train_on_saved_batches import train_on_saved_batches
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
+from invrl.run.verification_socket import answer_verifications
 from invrl.run.weight_updater import create_weight_updater
 from invrl.store.batch_file import batch_path, save_batch
 from invrl.store.metrics_file import read_metrics
@@ -136,8 +137,11 @@ class _TrainingRun:
         self.folder.finished_path.unlink(missing_ok=True)
         await asyncio.to_thread(check_store_at, self.start, self.folder)
         abandon_open_sessions(self.folder.store_path)
-        async with start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster:
-            learner = await self._load_learner(cluster)
+        async with (
+            start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster,
+            AsyncExitStack() as stack,
+        ):
+            learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started_at:.0f} s")
             self.observer.note(f"router: {cluster.serving.fleet.router.program}")
@@ -153,9 +157,9 @@ class _TrainingRun:
             await cluster.buffer.close()
         write_atomically(self.folder.finished_path, str(last_step))
 
-    async def _load_learner(self, cluster: Cluster) -> Learner | None:
-        """Loads the checkpoint into the trainer, and the trainer's weights into the fleet. None without a
-        trainer."""
+    async def _load_learner(self, cluster: Cluster, stack: AsyncExitStack) -> Learner | None:
+        """Loads the checkpoint into the trainer, and the trainer's weights into the fleet, which can be
+        verified from then on until the stack is closed. None without a trainer."""
         trainer = cluster.trainer
         if trainer is None:
             return None
@@ -164,6 +168,7 @@ class _TrainingRun:
         updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
         version = WeightVersion(self.start.step)
         await updater.update(version)
+        await stack.enter_async_context(answer_verifications(self.folder, updater.verify))
         await cluster.buffer.advance(version)
         run = self.config.run
         return Learner(

@@ -4,16 +4,18 @@ and what becomes of an engine that the transaction loses.
 A lost engine leaves the fleet and is started again in the background. When it is up it loads the version that
 the fleet holds, beside the updates that go on (`weights/newcomers.py`)."""
 
+import asyncio
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
-from invrl.errors import WeightSyncError
+from invrl.errors import InvrlError, WeightSyncError
 from invrl.interfaces import WeightSender
 from invrl.run.config import Config
 from invrl.types import WeightUpdate, WeightVersion
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import CanaryBound, Committed, WeightTransaction
+from invrl.weights.verification import EngineVerification, Verification, compare
 
 _CANARY_TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -42,6 +44,9 @@ class WeightUpdater:
     def __init__(self, transaction: WeightTransaction, fleet: Fleet) -> None:
         self._transaction = transaction
         self._fleet = fleet
+        self._verifying = asyncio.Lock()
+        """Held while engines are verified: of two readers of one engine, one would resume it under the
+        other."""
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
@@ -56,6 +61,31 @@ class WeightUpdater:
             self._fleet.evict(engine, f"lost in the update to version {version}: {reason}")
         self._fleet.restart_evicted(self._transaction.bring_up)
         return update
+
+    async def verify(self, wait_s: float) -> Verification:
+        """Compares what the engines hold with what was committed, one engine after the other, while they
+        serve. Waits up to `wait_s` for an update to end; one that begins meanwhile waits in its turn. An
+        engine that does not resume leaves the fleet."""
+        reader = "the verification of weights"
+        try:
+            async with self._verifying, self._transaction.holding_committed(reader, wait_s) as committed:
+                names = list(self._fleet.engines)
+                engines = [await self._verify_engine(name, committed) for name in names]
+        except WeightSyncError as error:
+            return Verification(error=str(error))
+        return Verification(version=str(committed.staged.version), engines=tuple(engines))
+
+    async def _verify_engine(self, name: str, committed: Committed) -> EngineVerification:
+        engine = self._fleet.engines.get(name)
+        if engine is None:
+            return EngineVerification(engine=name, error="it has left the fleet")
+        try:
+            read_back = await engine.receiver.read_back(committed.layout)
+        except InvrlError as error:
+            if engine.receiver.is_paused:
+                self._fleet.evict(name, f"it did not resume after its weights were verified: {error}")
+            return EngineVerification(engine=name, error=str(error))
+        return compare(committed, name, read_back)
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:

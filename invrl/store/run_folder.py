@@ -57,6 +57,9 @@ class RunFolder:
     finished_path = Below("finished")
     """Exists once the run is complete and holds its number of steps."""
     logs_path = Below("logs")
+    verification_path = Below("private/verification.socket")
+    """Exists from the first weights that the engines were given to the end of the driver, which answers there
+    (`run/verification_socket.py`). A driver that was killed leaves it."""
 
     @contextmanager
     def held(self, command: str) -> Iterator[None]:
@@ -86,6 +89,14 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._held_by_another() from None
+
+    def is_held(self) -> bool:
+        """Whether a command works in the folder now."""
+        try:
+            self.check_free()
+        except ConfigError:
+            return True
+        return False
 
     @property
     def _lock_path(self) -> Path:

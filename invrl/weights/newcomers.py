@@ -13,6 +13,8 @@ closed to newcomers, and only with the version that the fleet holds then; so an 
 engines, or ends first. Every wait ends: a newcomer loads twice at most, and an update gives up a newcomer
 that it has waited for until the deadline. The update itself goes on.
 
+A verification of what the engines hold is such a reader too: it holds updates from its start.
+
 Used from one event loop. Nothing here knows how weights are moved.
 """
 
@@ -32,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A newcomer that reads the memory of a version."""
+    """A newcomer that reads the memory of a version, or a verification."""
 
     engine: str
+    """Or the verification's name."""
     version: WeightVersion
     holds_updates: bool
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
@@ -85,7 +88,7 @@ class Newcomers:
 
     async def until_none_holds_updates(self) -> None:
         """Wait for the newcomers that are about to join. `closed` must follow without an await."""
-        await self._outwait(lambda reader: reader.holds_updates, "to join the fleet")
+        await self._outwait(lambda reader: reader.holds_updates, "to finish")
 
     @contextmanager
     def closed(self) -> Iterator[None]:

@@ -25,7 +25,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
@@ -215,6 +216,25 @@ class WeightTransaction:
                     join()
                     return
             is_late = True
+
+    @asynccontextmanager
+    async def holding_committed(self, reader: str, wait_s: float) -> AsyncIterator[Committed]:
+        """What the fleet holds. Within the block an update may stage, and waits before it touches an engine.
+
+        Raises WeightSyncError if an update is in progress for `wait_s`, if no version has been committed, and
+        at any await of the block when an update has waited for its end until the deadline.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._newcomers.until_open()
+        except TimeoutError:
+            reason = f"a weight update has been in progress for {wait_s:g} s; ask again"
+            raise WeightSyncError(reason) from None
+        committed = self.committed
+        if committed is None:
+            raise WeightSyncError("no version of the weights has been committed yet")
+        async with self._newcomers.reading(reader, committed.staged.version, holds_updates=True):
+            yield committed
 
     async def _give(self, engine: WeightReceiver, committed: Committed) -> None:
         """The steps of an update for one engine alone. Raises WeightSyncError."""

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from msgspec import structs
+from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
@@ -24,6 +26,7 @@ from invrl.host.process import family_of, still_running
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.verification import describe
 
 Parts = tuple[Fleet, WeightUpdater, TorchSender]
 CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
@@ -233,6 +236,42 @@ async def test_a_stopped_router_is_replaced_at_its_address(
     assert (fleet.router.url, fleet.router.api_key) == (hung.url, hung.api_key)
     assert len(await versions_seen(fleet)) == 1
     fleet.check()
+
+
+@pytest.mark.timeout(1200)
+async def test_a_weight_that_was_changed_behind_our_back_is_named_while_requests_run(pair: Parts) -> None:
+    fleet, updates, sender = pair
+    sender.train(20)
+    await updates.update(WeightVersion(20))
+    name = "model.layers.1.post_attention_layernorm.weight"
+    sender.parameters()[name] += 1
+    await fleet.engines["engine-1"].receiver.load(await sender.stage(WeightVersion(21)))
+
+    client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
+    async with client:
+        begun = [asyncio.Event() for _ in range(8)]
+        requests = [structs.replace(request(i), sampling=Sampling(max_new_tokens=500)) for i in range(8)]
+        flights = [
+            asyncio.create_task(collect(client.stream(sent), each=event.set))
+            for sent, event in zip(requests, begun, strict=True)
+        ]
+        async with asyncio.timeout(300):
+            await asyncio.gather(*(event.wait() for event in begun))
+        verification = await updates.verify(60.0)
+        assert not any(flight.done() for flight in flights)
+        results = [result for _, result in await asyncio.gather(*flights)]
+    assert {result.finish_reason for result in results} == {"length"}
+    assert {len(result.ids_T) for result in results} == {500}
+    print(describe(verification))
+    by_name = {engine.engine: engine for engine in verification.engines}
+    assert by_name["engine-1"].different == (name,)
+    assert by_name["engine-0"].different == ()
+    assert by_name["engine-0"].num_bytes == sum(tensor.nbytes for tensor in sender.parameters().values())
+    assert not any(engine.error for engine in verification.engines)
+    assert not verification.all_equal
+
+    await updates.update(WeightVersion(22))
+    assert (await updates.verify(60.0)).all_equal
 
 
 def all_routed(fleet: Fleet) -> bool:

@@ -225,7 +225,7 @@ class TestGivenUp:
         reading = asyncio.create_task(read())
         await asyncio.sleep(0)
         await newcomers.until_none_holds_updates()
-        with pytest.raises(WeightSyncError, match="for it to join the fleet"):
+        with pytest.raises(WeightSyncError, match="for it to finish"):
             await reading
 
     async def test_the_update_does_not_wait_for_its_end(self) -> None:
