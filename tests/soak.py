@@ -105,6 +105,15 @@ class Soak:
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **held_keys()}
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the supervisor; all other processes of the run are below it."""
+        return self._running().pid
+
+    def train_on(self) -> None:
+        """Wait until a step has ended that had not ended before."""
+        self._wait_beyond(self._last_step(), _Logs([]))
+
     def inflict(self, role: str, phase: str, kind: str = "kill") -> Fault:
         """Kill or stop `role` in `phase` and wait until the run has trained a later step. Raises ServerError
         if the run ends for good, DeadlineError if it stands still."""
@@ -193,7 +202,7 @@ class Soak:
         raise DeadlineError(f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S)
 
     def _pids(self, role: str) -> list[int]:
-        pid = self._running().pid
+        pid = self.pid
         if role == "supervisor":
             return [pid]
         found = []

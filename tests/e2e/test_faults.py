@@ -1,19 +1,29 @@
 """Every role of a real run is killed once (-9), every phase of the loop is hit: nothing is lost, nothing is
-trained twice. `tests/soak.py` does the same at random for as long as it is told to."""
+trained twice. `tests/soak.py` does the same at random for as long as it is told to. Before that, strangers
+meet the same run: one who may read the run folder, and one who may not."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import threading
+import uuid
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from soak import ROLES, Soak, check_run
 
 from e2e.runs import flags, invrl
+from e2e.stranger import Stranger, listening_ports
+from invrl.buffer.ledger_store import read_incarnations
 from invrl.store.run_folder import RunFolder
 
 DEADLINE_S = 1800
+ADDRESS = ("127.0.0.1", 0)
 FAULTS = {
     "worker": "rollout",
     "engine": "sync",
@@ -40,6 +50,58 @@ def run(folder: Path) -> Iterator[Soak]:
 @pytest.mark.timeout(DEADLINE_S)
 def test_every_role_is_named() -> None:
     assert FAULTS.keys() == ROLES.keys()
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_the_engine_of_a_run_that_goes_on_is_verified_by_a_command(run: Soak, folder: Path) -> None:
+    run.train_on()
+    (line,) = invrl(folder, "verify-weights", str(folder / "faults")).splitlines()
+    assert line.startswith("engine-0: version ")
+    assert "equal to what was committed" in line
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_what_a_stranger_sends_to_any_port_is_neither_executed_nor_stored(
+    run: Soak, folder: Path, tmp_path: Path
+) -> None:
+    run.train_on()
+    ports = listening_ports(psutil.Process(run.pid))
+    assert len(ports) > len(ROLES)
+    stranger = Stranger(folder=tmp_path, mark=f"stranger-{uuid.uuid4().hex}")
+    assert stranger.attack(list(ports)) == []
+    run.train_on()
+    assert not stranger.was_executed
+    assert len(read_incarnations(RunFolder(path=folder / "faults").store_path)) == 1, "it ended nothing"
+    files = [path for path in (folder / "faults").rglob("*") if path.is_file()]
+    assert not [path for path in files if stranger.mark.encode() in path.read_bytes()]
+
+
+def test_the_stranger_finds_who_trusts_it(tmp_path: Path) -> None:
+    stranger = Stranger(folder=tmp_path, mark="mark")
+    with zmq.Context() as context, context.socket(zmq.PULL) as trusting, HTTPServer(ADDRESS, Trusting) as web:
+        port = trusting.bind_to_random_port("tcp://127.0.0.1")
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        accepted = stranger.attack([port, web.server_port])
+        trusting.setsockopt(zmq.RCVTIMEO, 30_000)
+        while not stranger.was_executed:
+            message = trusting.recv()
+            with contextlib.suppress(pickle.UnpicklingError, EOFError):
+                pickle.loads(message)
+        web.shutdown()
+    assert f"port {web.server_port} answered POST /workers with 200: mark" in accepted
+
+
+class Trusting(BaseHTTPRequestHandler):
+    """Answers every POST with 200."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"mark")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
 
 
 @pytest.mark.timeout(DEADLINE_S)
