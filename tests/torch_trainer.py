@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.train.weight_folders import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
@@ -23,18 +24,22 @@ class TorchSender:
     """`mistake` changes what is staged (not the layout), as a wrong name mapping would; `spoil`
     changes what was staged after its checksums were taken."""
 
-    def __init__(self, model_path: Path, *, transport: str = "arena") -> None:
+    def __init__(
+        self, model_path: Path, *, transport: str = "arena", weight_folder: Path | None = None
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         specs = [
             TensorSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
             for name, p in self.model.named_parameters()
         ]
         self.tensors = tuple(specs)
-        self._writer = (
-            ArenaWriter(self.tensors)
-            if transport == "arena"
-            else BucketSender(self.tensors, bucket_bytes=40_000)
-        )
+        self._writer: ArenaWriter | BucketSender | WeightFolders
+        if weight_folder is not None:
+            self._writer = WeightFolders(self.tensors, weight_folder)
+        elif transport == "arena":
+            self._writer = ArenaWriter(self.tensors)
+        else:
+            self._writer = BucketSender(self.tensors, bucket_bytes=40_000)
         self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.spoil: Callable[[StagedWeights], StagedWeights] = lambda staged: staged
 

@@ -4,8 +4,9 @@ Invariant: names, shapes and dtypes are checked inside the engine before any of 
 (a wrong shape would kill it, and it would silently accept an unknown name). Every load is followed by
 checksums, which the transaction compares with the trainer's. Only `commit` changes the version's name.
 
-With `ArenaReceiver` the engine copies from the trainer's shared memory; `BucketReceiver` uses SGLang's own
-flattened buckets. What runs inside the engine is `weights/in_engine.py`.
+With `ArenaReceiver` the engine copies from the trainer's shared memory, with `FolderReceiver` from a folder
+that the trainer wrote; `BucketReceiver` uses SGLang's own flattened buckets. What runs inside the engine is
+`weights/in_engine.py`.
 """
 
 import base64
@@ -124,15 +125,25 @@ class EngineReceiver(ABC):
             await self._client.end_weight_update()
 
     async def _ask_loader(
-        self, layout: WeightLayout, *, arena: ArenaHandle | None = None, digest: bool = False
+        self,
+        layout: WeightLayout,
+        *,
+        arena: ArenaHandle | None = None,
+        folder: str = "",
+        digest: bool = False,
     ) -> LoaderReply:
         """Send one request to the loader inside the engine, within `_update`."""
         import torch
 
-        with TemporaryDirectory(prefix="invrl-reply-") as folder:
-            reply_path = f"{folder}/{self.name}"
+        with TemporaryDirectory(prefix="invrl-reply-") as reply_folder:
+            reply_path = f"{reply_folder}/{self.name}"
             request = LoaderRequest(
-                reply_path=reply_path, tensors=layout, arena=arena, alias=self._aliases, digest=digest
+                reply_path=reply_path,
+                tensors=layout,
+                arena=arena,
+                alias=self._aliases,
+                folder=folder,
+                digest=digest,
             )
             # The name of an empty tensor carries the request.
             request_json = msgspec.json.encode(request).decode()
@@ -206,6 +217,14 @@ def _arena_of(staged: StagedWeights) -> ArenaHandle:
     return msgspec.json.decode(staged.handle, type=ArenaHandle)
 
 
+class FolderReceiver(EngineReceiver):
+    """The engine copies from the folder of the version, on a disk that it shares with the trainer."""
+
+    async def load(self, staged: StagedWeights) -> None:
+        async with self._update():
+            await self._ask_loader(self._approved_layout, folder=staged.handle)
+
+
 class BucketReceiver(EngineReceiver):
     """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
 
@@ -219,5 +238,9 @@ class BucketReceiver(EngineReceiver):
                 await self._send(payload, "flattened_bucket")
 
 
-RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": BucketReceiver}
+RECEIVERS: dict[str, type[EngineReceiver]] = {
+    "arena": ArenaReceiver,
+    "bucket": BucketReceiver,
+    "disk": FolderReceiver,
+}
 """By transport; the trainer's ends are in `train/rank.py`."""

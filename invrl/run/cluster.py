@@ -20,6 +20,7 @@ its supervisor and workers, the worker pool rollout workers.
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
@@ -209,7 +210,8 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
         if not config.run.debug_rollout_only:
-            trainer = _create_trainer(config)
+            stack.callback(shutil.rmtree, _weight_folder(config, folder), ignore_errors=True)
+            trainer = _create_trainer(config, folder)
         buffer = _create_buffer(config, folder)
         rollouts = create_rollouts(config, folder, serving, buffer)
         stack.push_async_callback(rollouts.stop)
@@ -235,7 +237,7 @@ async def start_trainer(config: Config, folder: RunFolder) -> AsyncIterator[Trai
     with ExitStack() as stack:
         start_guardian()
         stack.enter_context(start_ray(config, folder.ray_logs_path))
-        trainer = _create_trainer(config)
+        trainer = _create_trainer(config, folder)
         stack.callback(trainer.stop)
         await trainer.start()
         yield trainer
@@ -252,7 +254,15 @@ async def all_started(*starts: Awaitable[None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _create_trainer(config: Config) -> TrainHandle:
+def _weight_folder(config: Config, folder: RunFolder) -> Path:
+    """Of this run alone, for the weight transport `disk`."""
+    parent = config.weight_sync.weight_folder
+    if not parent:
+        return folder.weights_path
+    return Path(parent).absolute() / f"weights-of-{folder.path.name}"
+
+
+def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     """Creates one actor per rank; `TrainHandle.start` makes them join."""
     store_key = random_key()
     chat_template = _chat_template_override(config)
@@ -272,6 +282,7 @@ def _create_trainer(config: Config) -> TrainHandle:
             algorithm=config.algorithm,
             weight_dtype=config.engine.engine_dtype,
             transport=config.weight_sync.weight_transport,
+            weight_folder=str(_weight_folder(config, folder)),
             megatron=dict(config.megatron),
             seed=config.run.seed,
         )

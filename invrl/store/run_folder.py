@@ -57,6 +57,8 @@ class RunFolder:
     finished_path = Below("finished")
     """Exists once the run is complete and holds its number of steps."""
     logs_path = Below("logs")
+    weights_path = Below("weights")
+    """The versions that engines load with the weight transport `disk`, below it."""
     verification_path = Below("private/verification.socket")
     """Exists from the first weights that the engines were given to the end of the driver, which answers there
     (`run/verification_socket.py`). A driver that was killed leaves it."""

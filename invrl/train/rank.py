@@ -34,6 +34,7 @@ from invrl.train.micro_batch import Row
 from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
+from invrl.train.weight_folders import WeightFolders
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from invrl.train.model import PolicyModel
     from invrl.train.step import TrainStep
     from invrl.train.trainer_state import Saving
-
-_TRANSPORTS = {"arena": ArenaWriter, "bucket": BucketSender}
-"""The trainer's end of each weight transport. The engines' ends are in `engines/weight_receiver.py`."""
 
 
 class TrainRank:
@@ -189,9 +187,16 @@ class TrainRank:
         return self._transport.stage(version, weights)
 
     @cached_property
-    def _transport(self) -> ArenaWriter | BucketSender:
-        """Created at the first use, so that only the rank that sends allocates its memory."""
-        return _TRANSPORTS[self._settings.transport](self.layout())
+    def _transport(self) -> ArenaWriter | BucketSender | WeightFolders:
+        """The trainer's end of the weight transport; the engines' ends are in `engines/weight_receiver.py`.
+        Created at the first use, so that only the rank that sends allocates its memory."""
+        match self._settings.transport:
+            case "bucket":
+                return BucketSender(self.layout())
+            case "disk":
+                return WeightFolders(self.layout(), Path(self._settings.weight_folder))
+            case _:
+                return ArenaWriter(self.layout())
 
     def save_checkpoint(self, path: str) -> FileEntries:
         """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or

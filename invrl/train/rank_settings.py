@@ -29,6 +29,8 @@ class RankSettings:
     weight_dtype: str
     """The dtype in which the engines hold the weights, by torch's name."""
     transport: str = "arena"
+    weight_folder: str = ""
+    """Where the transport `disk` writes: a folder for it alone."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

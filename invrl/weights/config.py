@@ -10,8 +10,11 @@ from invrl.section import Section
 class WeightSyncConfig(Section):
     """How new weights reach the engines, and what proves that they are there."""
 
-    weight_transport: Literal["arena", "bucket"] = Field(
-        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    weight_transport: Literal["arena", "bucket", "disk"] = Field(
+        "arena", description="'arena': shared memory; 'bucket': SGLang's flattened buckets; 'disk': files"
+    )
+    weight_folder: str = Field(
+        "", description="'disk': where engines find the weights; '': the folder weights of the run folder"
     )
     weight_update: Literal["together", "rolling"] = Field(
         "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"

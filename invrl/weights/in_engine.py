@@ -38,13 +38,15 @@ from invrl.weights.engine_parameters import (
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import checksum, copy_hashed
+from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
     import torch
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, load the arena's slot (if `arena`), read back what is served (if `digest`)."""
+    """Check the layout, load the arena's slot (if `arena`) or a folder (if `folder`), read back what is
+    served (if `digest`)."""
 
     reply_path: str
     """The file for the reply to this request alone."""
@@ -52,6 +54,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     arena: ArenaHandle | None = None
     alias: bool = False
     """Point the parameters at the slot instead of copying. Without `arena`: check whether they can be."""
+    folder: str = ""
+    """As `read_folder` takes it."""
     digest: bool = False
 
 
@@ -146,12 +150,21 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
                 checksums = {name: copy_hashed(place, slot[name]) for name, place in places.items()}
-            compute_derived = getattr(model, "post_load_weights", None)
-            if compute_derived is not None:
-                compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
+            _compute_derived(model)
+    elif request.folder:
+        tensors = read_folder(request.folder, request.tensors)
+        checksums = {name: copy_hashed(place, tensors[name]) for name, place in places.items()}
+        _compute_derived(model)
     if request.digest:
         checksums = {name: checksum(place) for name, place in places.items()}
     return LoaderReply(checksums=checksums)
+
+
+def _compute_derived(model: torch.nn.Module) -> None:
+    """Latent attention computes with matrices that SGLang makes of a parameter."""
+    compute_derived = getattr(model, "post_load_weights", None)
+    if compute_derived is not None:
+        compute_derived()
 
 
 def _slot(arena: ArenaHandle, layout: WeightLayout) -> Mapping[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from train_reference import random_batch
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
-from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
+from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver, FolderReceiver
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver
 from invrl.train.config import TrainConfig
@@ -143,6 +143,44 @@ async def test_buckets_carry_the_same_bytes(
         await update.run()
     assert len(json.loads((await sender.stage(WeightVersion(99))).handle)) > 3
     assert await held(bucket) == sender.checksums()
+
+
+async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found(
+    tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path
+) -> None:
+    """Each fault leaves the engine with the old version, which it serves."""
+    sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
+    receiver = FolderReceiver("engine-0", tiny_fleet.engines["engine-0"].client)
+    update = Update(sender, [receiver])
+    for seed in range(3):
+        sender.train(seed)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+    held_before = await held(receiver)
+    assert held_before == sender.checksums()
+
+    def cut(file: bytes) -> bytes:
+        return file[:-100]
+
+    def flip(file: bytes) -> bytes:
+        return file[:-100] + bytes([file[-100] ^ 1]) + file[-99:]
+
+    sender.train(4)
+    for damage, error in ((cut, "cannot be read"), (flip, "1 of 25"), (lambda _: b"", "cannot be read")):
+
+        def spoil(staged: StagedWeights, damage: Callable[[bytes], bytes] = damage) -> StagedWeights:
+            path = Path(staged.handle) / "model.safetensors"
+            path.write_bytes(damage(path.read_bytes()))
+            return staged
+
+        sender.spoil = spoil
+        with pytest.raises(WeightSyncError, match=error) as raised:
+            await update.run()
+        assert raised.value.unrestored == ()
+        assert await held(receiver) == held_before
+    sender.spoil = lambda staged: staged
+    await update.run()
+    assert await held(receiver) == sender.checksums()
 
 
 async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(

@@ -454,7 +454,19 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         ),
         (["--max-row-tokens", "8"], "rollout.max_new_tokens", "a conversation holds 8", "--max-row-tokens"),
         (["--gateway-host", "192.0.2.1"], "gateway.gateway_host", "cannot listen", "of this machine"),
+        (
+            ["--weight-transport", "disk", "--weight-folder", "/nowhere"],
+            "weight_sync.weight_folder",
+            "not a folder that can be written",
+            "leave --weight-folder out",
+        ),
         # contradictions
+        (
+            ["--weight-folder", "/tmp"],
+            "weight_sync.weight_folder",
+            "'arena' writes no files",
+            "add --weight-transport disk",
+        ),
         (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),
         (["--batch-timeout-s", "9"], "buffer.batch_timeout_s", "may take", "--rollout-timeout-s"),
         (["--late-reward", "accept"], "gateway.late_reward", "reward_deadline_s is 0", "--reward-deadline-s"),

@@ -99,6 +99,7 @@ CHECKS = (
         trainer_alone=True,
         needs=_MODEL_FOLDER,
     ),
+    _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),

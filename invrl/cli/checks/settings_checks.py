@@ -3,6 +3,7 @@ batches, options of other packages, the gateway's port.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -167,6 +168,16 @@ def check_megatron_options(config: Config) -> None:
     megatron_args.check_megatron_options(
         config.megatron, num_layers=layers, chunk_sizes=config.train.layout.chunk_sizes(layers)
     )
+
+
+def check_weight_folder(config: Config) -> str:
+    folder = config.weight_sync.weight_folder
+    if not folder:
+        return "none: the run folder, if weights go by disk"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        fix = "make it, on a disk that all engines share, or leave --weight-folder out"
+        raise ConfigError("weight_sync.weight_folder", folder, "not a folder that can be written", fix)
+    return folder
 
 
 def check_gateway_port(config: Config) -> None:

@@ -1,0 +1,46 @@
+"""A folder with the weights of one version, through which the weight transport `disk` moves them.
+
+The trainer's end, `train/weight_folders.py`, makes it appear whole under its name. An engine reads it without
+trusting that: what it has read is compared with the trainer's checksums. Imports torch only where tensors are
+touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invrl.errors import LayoutError, WeightSyncError
+from invrl.interfaces import WeightLayout
+from invrl.weights.tensor_spec import spec_of
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+def read_folder(folder: str, layout: WeightLayout) -> Mapping[str, torch.Tensor]:
+    """The tensors of the folder, as views of the mapped file.
+
+    Raises WeightSyncError if the file is not there, is cut or is no safetensors file, LayoutError unless its
+    tensors are exactly those of the layout.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(folder) / WEIGHTS_NAME
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"the weights at {path} cannot be read: {error}") from error
+    held = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+    expected = {spec.name: spec for spec in layout}
+    if held != expected:
+        different = sorted(
+            name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name)
+        )
+        first = different[0]
+        raise LayoutError(f"{first}: {path} has {held.get(first)}, the layout says {expected.get(first)}")
+    return tensors
