@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -70,22 +71,23 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(parent: Path) -> None:
     assert names(parent) == ["of the user"]
 
 
-@pytest.fixture
+@contextmanager
 def little_room() -> Iterator[None]:
-    """No file of this process may be longer than 100 bytes."""
+    """No file of this process may be longer than 100 bytes: also not the one that pytest writes its own
+    output to, so nothing may be printed in here."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_fails_leaves_the_version_before_whole(
-    parent: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_write_that_fails_leaves_the_version_before_whole(parent: Path) -> None:
     folders = WeightFolders(LAYOUT, parent)
     first = stage(folders, 1)
-    request.getfixturevalue("little_room")
-    with pytest.raises(WeightSyncError, match=r"version 2 cannot be written to .*--weight-folder"):
+    message = r"version 2 cannot be written to .*--weight-folder"
+    with pytest.raises(WeightSyncError, match=message), little_room():
         stage(folders, 2)
     assert names(parent) == ["version-000001"]
     assert torch.equal(read_folder(first.handle, LAYOUT)["a"], tensors(1)["a"])
