@@ -265,7 +265,7 @@ class WeightReceiver(Protocol):
         engine's name, shape and dtype."""
 
     async def pause(self) -> None:
-        """Stops generation: running requests are retracted and held, and the cache is flushed."""
+        """Stops generation until `resume`: no token is sampled, and new requests wait."""
 
     async def load(self, staged: StagedWeights) -> None:
         """Copies the bytes into the engine."""

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-IN_FLIGHT_MODE = "retract"
-"""What happens to requests in flight: they are computed again from their tokens, with the new weights."""
+IN_FLIGHT_MODE = "in_place"
+"""What happens to requests in flight: they keep their keys and values (`weight_update_inflight`)."""
 FEW_REQUESTS = 8
 MANY_REQUESTS = 64
 WEIGHT_TARGETS = {
@@ -18,8 +18,7 @@ WEIGHT_TARGETS = {
     f"unequal_tensors_{FEW_REQUESTS}": 0.0,
     f"unequal_tensors_{MANY_REQUESTS}": 0.0,
 }
-"""Ratio -> the most it should be. The targets of gaps are those of updates that leave keys and values in
-place. The ratios of the loader alone are on record only."""
+"""Ratio -> the most it should be. The ratios of the loader alone are on record only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

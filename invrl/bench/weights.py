@@ -24,13 +24,14 @@ from invrl.bench.changing_weights import (
 )
 from invrl.bench.loader_server import LoaderServer
 from invrl.bench.ratios import Part
-from invrl.bench.weight_settings import FEW_REQUESTS, MANY_REQUESTS, WeightBenchSettings
+from invrl.bench.weight_settings import FEW_REQUESTS, IN_FLIGHT_MODE, MANY_REQUESTS, WeightBenchSettings
 from invrl.bench.weight_updates import UpdatedEngine, measure_idle, measure_in_flight
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import InvrlError
+from invrl.weights.config import WeightSyncConfig
 
 _MEMORY_RESERVE = 1 << 30
 """Bytes that the loader alone needs besides weights: torch, twice, and the buffers of the copy."""
@@ -80,7 +81,11 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
             async with server.client() as client:
                 engine = UpdatedEngine(
                     weights,
-                    ArenaReceiver("loader", client, deadline_s=settings.deadline_s),
+                    ArenaReceiver(
+                        "loader",
+                        client,
+                        WeightSyncConfig.model_validate({"weight_sync_timeout_s": settings.deadline_s}),
+                    ),
                     canary_prompts=(),
                     dtype=settings.engine_dtype,
                     deadline_s=settings.deadline_s,
@@ -127,7 +132,9 @@ async def _start_engine(
         Path(settings.model_path),
         folder,
         sglang={"max-running-requests": str(MANY_REQUESTS + FEW_REQUESTS)},
-        weight_sync_timeout_s=settings.deadline_s,
+        weight_sync=WeightSyncConfig.model_validate(
+            {"weight_update_inflight": IN_FLIGHT_MODE, "weight_sync_timeout_s": settings.deadline_s}
+        ),
     )
     stack.push_async_callback(fleet.stop)
     await fleet.start()

@@ -30,6 +30,7 @@ from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
+from invrl.weights.config import WeightSyncConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,32 +63,29 @@ class Fleet:
         run_folder: Path,
         sglang: Mapping[str, object] | None = None,
         router: Mapping[str, object] | None = None,
-        transport: str = "arena",
+        weight_sync: WeightSyncConfig | None = None,
         heartbeat_timeout_s: float = 30.0,
-        weight_sync_timeout_s: float = 300.0,
-        weight_arena: str = "copy",
-        weight_readback_every: int = 10,
         record_experts: bool = False,
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
-        `sglang` and `router` are passed through, by upstream's field names. `transport` is a key of
-        `RECEIVERS`. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
+        `sglang` and `router` are passed through, by upstream's field names. `weight_sync`: None for the
+        defaults. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `weight_arena` and `weight_readback_every` are the settings of these names.
-        `record_experts`: engines keep which experts computed each token.
+        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
         """
         self._config = engine
         self._model_path = model_path
         self._run_folder = run_folder
-        self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._weight_sync_timeout_s = weight_sync_timeout_s
-        self._weight_arena = weight_arena
-        self._weight_readback_every = weight_readback_every
+        self._weight_sync = weight_sync or WeightSyncConfig.model_validate({})
         self._sglang_flags = sglang_flags(sglang or {})
         if record_experts:
             self._sglang_flags = [*self._sglang_flags, "--enable-return-routed-experts"]
+        if self._weight_sync.weight_update_inflight == "in_place":
+            # A step that is computed while the results of the one before are read would still be under way
+            # when the weights change, and its tokens would bear the new version.
+            self._sglang_flags = [*self._sglang_flags, "--disable-overlap-schedule"]
         self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
         self._router_flags = router_flags(router or {}, self._smg)
         self.limits = EngineLimits.of(model_path, max_total_tokens=max_total_tokens(engine))
@@ -354,13 +352,7 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = RECEIVERS[self._transport](
-            name,
-            client,
-            deadline_s=self._weight_sync_timeout_s,
-            readback_every=self._weight_readback_every,
-            aliases=self._weight_arena == "alias",
-        )
+        receiver = RECEIVERS[self._weight_sync.weight_transport](name, client, self._weight_sync)
         return Engine(server=server, client=client, receiver=receiver)
 
     def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:

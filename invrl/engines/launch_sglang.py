@@ -20,7 +20,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from invrl.engines.canary_first import put_canaries_first
+from invrl.engines.drain_route import add_drain_route
 from invrl.engines.experts_by_label import answer_with_experts
+from invrl.engines.kv_versions import separate_kv_of_versions
 from invrl.engines.masked_logs import mask_keys_in_logs
 from invrl.host import sglang_on_cpu
 
@@ -65,8 +68,14 @@ if __name__ in ("__main__", "__mp_main__"):
     _stay_on_loopback()
 
 
-def _keep_load_in_tmpdir() -> None:
+def _change_scheduler() -> None:
     """To be called in every process of the engine, once SGLang may be imported."""
+    _keep_load_in_tmpdir()
+    separate_kv_of_versions()
+    put_canaries_first()
+
+
+def _keep_load_in_tmpdir() -> None:
     from sglang.srt.managers import load_snapshot
 
     def load_path(instance_id: str) -> str:
@@ -76,7 +85,7 @@ def _keep_load_in_tmpdir() -> None:
 
 
 if __name__ == "__mp_main__":
-    _keep_load_in_tmpdir()
+    _change_scheduler()
 
 
 def main(argv: list[str]) -> None:
@@ -91,7 +100,8 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    _keep_load_in_tmpdir()
+    _change_scheduler()
+    add_drain_route()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()

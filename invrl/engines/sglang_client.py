@@ -24,6 +24,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from invrl.engines.canary_first import canary_rid
+from invrl.engines.drain_route import DRAIN_PATH
 from invrl.engines.experts_by_label import EXPERTS_LABEL
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
@@ -250,10 +252,12 @@ class SglangClient:
     async def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
     ) -> list[NDArray[np.float32]]:
-        """For each prompt [T-1]: the log-prob of token t >= 1 given those before it, at temperature 1."""
+        """For each prompt [T-1]: the log-prob of token t >= 1 given those before it, at temperature 1.
+        Computed before what waits in the engine's queue."""
         for prompt in prompts:
             self.validate(prompt, 1)
         body: dict[str, Json] = {
+            "rid": [canary_rid() for _ in prompts],
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
@@ -291,6 +295,13 @@ class SglangClient:
         """Running requests go on after `resume`. `retract` frees their cache, which is computed again then;
         `in_place` keeps it."""
         await self._control("/pause_generation", {"mode": mode})
+
+    async def drain(self, timeout_s: float) -> bool:
+        """New requests wait until `resume`. True when all running ones have ended; False if one has not
+        after `timeout_s`."""
+        path = f"{DRAIN_PATH}?timeout={timeout_s:g}"
+        reply = await self._control(path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S)
+        return orjson.loads(reply) == {"drained": True}
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})
@@ -351,8 +362,8 @@ class SglangClient:
 
     async def _control(
         self, path: str, body: Mapping[str, Json], *, deadline_s: float = _CONTROL_DEADLINE_S
-    ) -> None:
-        await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
+    ) -> bytes:
+        return await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
 
     async def _ask(
         self,

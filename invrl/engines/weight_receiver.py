@@ -10,12 +10,13 @@ that the trainer wrote; `BucketReceiver` uses SGLang's own flattened buckets. Wh
 """
 
 import base64
+import contextlib
 import json
+import logging
 import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from tempfile import TemporaryDirectory
 
 import msgspec
@@ -24,35 +25,29 @@ from numpy.typing import NDArray
 
 from invrl.engines.engine_server import WEIGHT_LOADER
 from invrl.engines.sglang_client import SglangClient
-from invrl.errors import LayoutError, WeightSyncError
+from invrl.errors import DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
+from invrl.weights.config import WeightSyncConfig
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.verification import ReadBack
 
+logger = logging.getLogger(__name__)
+_ROOM_DEADLINE_S = 10.0
+"""Of a canary in an engine that may be full."""
+
 
 class EngineReceiver(ABC):
-    """What every transport shares; a transport implements `load`.
+    """What every transport shares; a transport implements `load`."""
 
-    `deadline_s` is for one call that moves or hashes weights. The other two are for `ArenaReceiver`:
-    `readback_every` is the setting `weight_readback_every`, `aliases` whether `weight_arena` is "alias".
-    """
-
-    def __init__(
-        self,
-        name: str,
-        client: SglangClient,
-        *,
-        deadline_s: float = 300.0,
-        readback_every: int = 1,
-        aliases: bool = False,
-    ) -> None:
+    def __init__(self, name: str, client: SglangClient, settings: WeightSyncConfig) -> None:
+        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes weights."""
         self.name = name
         self._client = client
-        self._deadline_s = deadline_s
-        self._readback_every = readback_every
-        self._aliases = aliases
+        self._settings = settings
+        self._deadline_s = settings.weight_sync_timeout_s
+        self._aliases = settings.weight_arena == "alias"
         self._approved_layout: WeightLayout = ()
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
@@ -75,7 +70,15 @@ class EngineReceiver(ABC):
             self._approved_layout = layout
 
     async def pause(self) -> None:
+        """What becomes of running requests is the setting `weight_update_inflight`."""
         self.is_paused = True
+        inflight = self._settings.weight_update_inflight
+        if inflight == "in_place":
+            await self._client.pause("in_place")
+            return
+        timeout_s = self._settings.weight_drain_timeout_s
+        if inflight == "drain" and not await self._client.drain(timeout_s):
+            logger.warning("%s retracts requests that did not end within %g s", self.name, timeout_s)
         await self._client.pause()
         await self._client.flush_cache()
 
@@ -113,9 +116,17 @@ class EngineReceiver(ABC):
         self.is_paused = False
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Before what waits in the engine's queue. Requests that went on in place may leave no room for more:
+        then they are retracted, and go on after this."""
+        if self._settings.weight_update_inflight == "in_place":
+            with contextlib.suppress(DeadlineError):
+                return await self._client.prompt_logprobs(prompts, deadline_s=_ROOM_DEADLINE_S)
+            logger.warning("%s retracts its requests: they left no room for the canary", self.name)
+            await self._client.pause("retract")
+            await self.resume()
         return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
         """SGLang takes weights only between these two calls."""
         await self._client.begin_weight_update()
@@ -164,22 +175,14 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters, or points them at it.
 
-    The request that copies answers with checksums of what it wrote. With the first load, every
-    `readback_every`-th after it, and one that follows a load which was not proved, it reads all parameters
-    back instead, when it has copied. A load that points the parameters at a slot always reads them back: it
-    costs no copy.
+    The request that copies answers with checksums of what it wrote. With the first load, every n-th after it
+    (`weight_readback_every`), and one that follows a load which was not proved, it reads all parameters back
+    instead, when it has copied. A load that points the parameters at a slot always reads them back: it costs
+    no copy.
     """
 
-    def __init__(
-        self,
-        name: str,
-        client: SglangClient,
-        *,
-        deadline_s: float = 300.0,
-        readback_every: int = 1,
-        aliases: bool = False,
-    ) -> None:
-        super().__init__(name, client, deadline_s=deadline_s, readback_every=readback_every, aliases=aliases)
+    def __init__(self, name: str, client: SglangClient, settings: WeightSyncConfig) -> None:
+        super().__init__(name, client, settings)
         self._must_read_back = True
         self._loads_since_readback = 0
         self._loaded: StagedWeights | None = None
@@ -193,7 +196,7 @@ class ArenaReceiver(EngineReceiver):
     async def load(self, staged: StagedWeights) -> None:
         self._loaded = None
         self._loads_since_readback += 1
-        is_due = self._loads_since_readback == self._readback_every
+        is_due = self._loads_since_readback == self._settings.weight_readback_every
         reads_back = self._aliases or self._must_read_back or is_due
         self._must_read_back = True  # unless this load is proved
         async with self._update():

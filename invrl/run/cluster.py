@@ -103,11 +103,8 @@ async def start_serving(
             run_folder=folder.path,
             sglang=config.sglang,
             router=config.router,
-            transport=config.weight_sync.weight_transport,
+            weight_sync=config.weight_sync,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
-            weight_sync_timeout_s=config.weight_sync.weight_sync_timeout_s,
-            weight_arena=config.weight_sync.weight_arena,
-            weight_readback_every=config.weight_sync.weight_readback_every,
             record_experts=config.train.records_experts,
         )
         stack.push_async_callback(fleet.stop)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError
 from invrl.train.activations import recomputed_modules
+from invrl.weights.config import WeightSyncConfig
 
 if TYPE_CHECKING:
     from invrl.run.config import Config
@@ -74,6 +75,11 @@ def _weight_sync(config: Config) -> Contradictions:
     if weight_sync.weight_folder and weight_sync.weight_transport != "disk":
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
         yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"
+    default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default
+    if weight_sync.weight_drain_timeout_s != default_s and weight_sync.weight_update_inflight != "drain":
+        reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"
+        fix = "add --weight-update-inflight drain, or leave it out"
+        yield "weight_sync.weight_drain_timeout_s", reason, fix
 
 
 def _schedule(config: Config) -> Contradictions:

@@ -27,13 +27,16 @@ _CANARY_TOKENS = 32
 
 def create_weight_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes."""
+    settings = config.weight_sync
+    drains = settings.weight_update_inflight == "drain"
     transaction = WeightTransaction(
         sender,
         fleet.receivers,
         canary_prompts=canary_prompts(config.model.folder),
         bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
-        deadline_s=config.weight_sync.weight_sync_timeout_s,
-        is_rolling=config.weight_sync.weight_update == "rolling",
+        deadline_s=settings.weight_sync_timeout_s,
+        drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
+        is_rolling=settings.weight_update == "rolling",
     )
     return WeightUpdater(transaction, fleet)
 

@@ -19,6 +19,13 @@ class WeightSyncConfig(Section):
     weight_update: Literal["together", "rolling"] = Field(
         "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"
     )
+    weight_update_inflight: Literal["retract", "in_place", "drain"] = Field(
+        "retract",
+        description="running requests: compute their cache again, keep it, or end before an update",
+    )
+    weight_drain_timeout_s: float = Field(
+        60.0, gt=0, description="'drain': how long requests may take to end; the rest is retracted"
+    )
     weight_arena: Literal["copy", "alias"] = Field(
         "copy", description="'arena': engines copy the weights, or compute with the shared memory itself"
     )

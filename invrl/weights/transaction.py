@@ -3,6 +3,9 @@
     stage ─► prepare ─► pause ─► load ─► checksums ─► commit ─► resume ─► canary
       └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume
 
+What becomes of requests in flight at the pause is the receiver's: they are retracted, keep their cache, or
+have ended before (`weight_update_inflight`). With all three, no token is sampled between pause and resume.
+
 Invariant: when an update has ended, all engines that stay in the fleet hold the new version, or all of them
 hold the old one. Nobody samples while the weights differ from the version's name.
 
@@ -89,6 +92,8 @@ class WeightTransaction:
     bound: CanaryBound
     deadline_s: float = 300.0
     """Of each phase, over all engines, which work side by side; of a short phase at most 60 s."""
+    drain_timeout_s: float = 0.0
+    """How much longer a pause may take, because engines first end what they generate."""
     is_rolling: bool = False
     """Engines are updated one after the other, while the others generate; else all together."""
     committed: Committed | None = field(default=None, init=False)
@@ -105,7 +110,7 @@ class WeightTransaction:
         CanaryError every engine that is not in `unrestored` serves the old version; in a rolling update after
         a CanaryError of the first engine too.
         """
-        update = _Update(deadline_s=self.deadline_s)
+        update = self._begin()
         if self.committed is not None:
             with timed(update.seconds, "newcomers"):
                 await self._newcomers.until_unread_but(self.committed.staged.version)
@@ -166,7 +171,7 @@ class WeightTransaction:
         failures: list[WeightSyncError] = []
         unrestored = list(update.lost)
         for engine in update.remaining():
-            alone = _Update(deadline_s=self.deadline_s, receivers=(engine,), seconds=update.seconds)
+            alone = self._begin(receivers=(engine,), seconds=update.seconds)
             try:
                 await self._give_to_all(alone, new, old=old)
             except CanaryError as error:
@@ -240,7 +245,7 @@ class WeightTransaction:
         """The steps of an update for one engine alone. Raises WeightSyncError."""
         staged = committed.staged
         try:
-            async with asyncio.timeout(self.deadline_s):
+            async with asyncio.timeout(self.deadline_s + self.drain_timeout_s):
                 await engine.check(committed.layout, staged)
                 await engine.pause()  # what it has cached is of other weights
                 await load_verified(engine, staged)
@@ -253,6 +258,18 @@ class WeightTransaction:
         except TimeoutError:
             reason = f"{engine.name} did not take the fleet's version within {self.deadline_s:g} s"
             raise WeightSyncError(reason, engine=engine.name) from None
+
+    def _begin(
+        self,
+        receivers: tuple[WeightReceiver, ...] = (),
+        seconds: dict[str, float] | None = None,
+    ) -> _Update:
+        return _Update(
+            deadline_s=self.deadline_s,
+            drain_timeout_s=self.drain_timeout_s,
+            receivers=receivers,
+            seconds={} if seconds is None else seconds,
+        )
 
     async def _stage(self, update: _Update, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
         """Generation continues meanwhile. No engine has been touched, so an error needs no undoing."""
@@ -332,6 +349,7 @@ class _Update:
     """The bookkeeping of one update: which engines take part, which were lost, how long each phase took."""
 
     deadline_s: float
+    drain_timeout_s: float
     receivers: tuple[WeightReceiver, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
@@ -398,6 +416,8 @@ class _Update:
         deadline_s = self.deadline_s
         if phase in _SHORT_PHASES:
             deadline_s = min(deadline_s, _SHORT_PHASE_DEADLINE_S)
+        if phase == "pause":
+            deadline_s += self.drain_timeout_s
 
         async def failure_of(receiver: WeightReceiver) -> Exception | None:
             try:

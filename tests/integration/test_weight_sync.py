@@ -1,61 +1,32 @@
-"""Weight updates into a live engine: whole, proved, invisible to who is sampling; and what must trip."""
+"""Weight updates into a live engine: whole and proved; and what must trip. With requests in flight:
+`test_updates_in_flight.py`."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from pool_sender import PoolSender, folder_checksums
 from rank_pool import RankPool
-from streamed import collect
 from torch_trainer import Tensors, TorchSender
+from torch_updates import CANARY, FP32, Update, receivers_of
 from train_reference import random_batch
 
 from invrl.engines.fleet import Fleet
-from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver, FolderReceiver
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
-from invrl.interfaces import StagedWeights, WeightReceiver
+from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.types import Sampling, WeightVersion
+from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
-from invrl.weights.transaction import CanaryBound, WeightTransaction
-
-CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
-FP32 = CanaryBound.for_dtypes("float32", "float32")
-
-
-def receivers_of(*receivers: WeightReceiver) -> Callable[[], Awaitable[Sequence[WeightReceiver]]]:
-    async def fixed() -> Sequence[WeightReceiver]:
-        return receivers
-
-    return fixed
-
-
-class Update:
-    """One transaction after another against the shared engine, versions counting on."""
-
-    version = 0
-
-    def __init__(self, sender: TorchSender, receivers: Sequence[WeightReceiver]) -> None:
-        self.sender = sender
-        self.transaction = WeightTransaction(
-            sender, receivers_of(*receivers), canary_prompts=CANARY, bound=FP32
-        )
-
-    async def run(self):
-        version = WeightVersion(Update.version + 1)
-        update = await self.transaction.run(version)
-        Update.version = version
-        return update
+from invrl.weights.config import WeightSyncConfig
+from invrl.weights.transaction import WeightTransaction
 
 
 @pytest.fixture
@@ -76,17 +47,6 @@ def held(receiver: EngineReceiver):
     return receiver.checksums(staged)
 
 
-async def sample(client: SglangClient, index: int, tokens: int, begun: asyncio.Event) -> GenerateResult:
-    request = GenerateRequest(
-        rid=f"flight-{index}-{np.random.randint(1 << 30)}",
-        input_ids_T=np.array([1, 100 + index, 20, 30, 40], np.int32),
-        sampling=Sampling(max_new_tokens=tokens),
-        ignore_eos=True,
-        routing_key=f"session-{index}",
-    )
-    return (await collect(client.stream(request), each=begun.set))[1]
-
-
 async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver: EngineReceiver) -> None:
     for seed in range(20):
         update.sender.train(seed)
@@ -96,47 +56,11 @@ async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver:
     assert done.lost_engines == {}
 
 
-async def test_requests_in_flight_go_on_under_the_new_weights(
-    update: Update, router_client: SglangClient
-) -> None:
-    old = TorchSender.__new__(TorchSender)
-    import copy
-
-    old.model = copy.deepcopy(update.sender.model)
-    old_version = Update.version
-    update.sender.train(7, size=0.05)
-    prompts = [[1, 100 + index, 20, 30, 40] for index in range(8)]
-    begun = [asyncio.Event() for _ in range(8)]
-    flights = [asyncio.create_task(sample(router_client, index, 1000, begun[index])) for index in range(8)]
-    async with asyncio.timeout(180):
-        await asyncio.gather(*(one.wait() for one in begun))
-    assert not any(flight.done() for flight in flights)
-    await update.run()
-    worst = 0.0
-    crossed = 0
-    for prompt, flight in zip(prompts, flights, strict=True):
-        result = await flight
-        assert result.finish_reason == "length"
-        assert len(result.ids_T) == 1000
-        whole = [*prompt, *result.ids_T.tolist()]
-        by_version = {
-            old_version: old.token_logprobs(whole)[len(prompt) - 1 :],
-            Update.version: update.sender.token_logprobs(whole)[len(prompt) - 1 :],
-        }
-        assert {span.version for span in result.spans} <= set(by_version)
-        crossed += len(result.spans) == 2
-        for span in result.spans:
-            expected = by_version[span.version][span.start : span.end]
-            worst = max(worst, float(np.abs(expected - result.logprobs_T[span.start : span.end]).max()))
-    assert crossed == 8
-    assert worst <= 1e-3
-
-
 async def test_buckets_carry_the_same_bytes(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver
 ) -> None:
     sender = TorchSender(tiny_model, transport="bucket")
-    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client)
+    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
     update = Update(sender, [bucket])
     for seed in range(3):
         sender.train(seed)
@@ -150,7 +74,7 @@ async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found
 ) -> None:
     """Each fault leaves the engine with the old version, which it serves."""
     sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
-    receiver = FolderReceiver("engine-0", tiny_fleet.engines["engine-0"].client)
+    receiver = FolderReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
     update = Update(sender, [receiver])
     for seed in range(3):
         sender.train(seed)
@@ -188,7 +112,8 @@ async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(
 ) -> None:
     """Also after a failed update: it goes back to the slot before."""
     sender = TorchSender(tiny_model)
-    aliasing = ArenaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, aliases=True)
+    settings = WeightSyncConfig(weight_arena="alias")
+    aliasing = ArenaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
     update = Update(sender, [aliasing])
     for seed in range(3):
         sender.train(seed)
@@ -329,7 +254,7 @@ class TestMutationsTrip:
         assert await receiver.logprobs(CANARY)
 
     async def test_a_skipped_update_trips_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
-        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client)
+        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
         other = Update(update.sender, [skipping])
         update.sender.train(3)
         with pytest.raises(ChecksumError, match="25 of 25") as raised:
@@ -341,7 +266,7 @@ class TestMutationsTrip:
 
     async def test_a_dropped_bucket_trips_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
         sender = TorchSender(tiny_model, transport="bucket")
-        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client)
+        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
         dropping.drop = False
         update = Update(sender, [dropping])
         await update.run()

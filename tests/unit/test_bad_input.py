@@ -467,6 +467,12 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "'arena' writes no files",
             "add --weight-transport disk",
         ),
+        (
+            ["--weight-drain-timeout-s", "9"],
+            "weight_sync.weight_drain_timeout_s",
+            "nothing drains",
+            "add --weight-update-inflight drain",
+        ),
         (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),
         (["--batch-timeout-s", "9"], "buffer.batch_timeout_s", "may take", "--rollout-timeout-s"),
         (["--late-reward", "accept"], "gateway.late_reward", "reward_deadline_s is 0", "--reward-deadline-s"),

@@ -38,6 +38,7 @@ from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
+from invrl.weights.config import WeightSyncConfig
 from invrl.weights.in_engine import plan
 from invrl.weights.tensor_spec import spec_of
 
@@ -94,7 +95,7 @@ def test_a_pause_is_the_gap_without_the_decode_step_in_copies() -> None:
     part = part_in_flight(updates, ended_streams(tokens), quiet, number=8, unequal=0)
     assert part.failure == ""
     assert part.ratios == pytest.approx(
-        {"gap_8_retract": 6.0, "failed_requests_8": 0, "unequal_tensors_8": 0}
+        {"gap_8_in_place": 6.0, "failed_requests_8": 0, "unequal_tensors_8": 0}
     )
     assert part.details["in_flight_8"]["gap_s"] == pytest.approx({"median": 0.7, "longest": 0.8})
 
@@ -201,7 +202,7 @@ async def updated() -> AsyncIterator[tuple[UpdatedEngine, SglangClient, StandIn]
         limits = EngineLimits(vocab_size=512, context_length=4096)
         url = str(server.make_url("/"))
         async with SglangClient(url, limits=limits, api_key="key", admin_key="key") as client:
-            receiver = ArenaReceiver("stand-in", client, deadline_s=60.0)
+            receiver = ArenaReceiver("stand-in", client, WeightSyncConfig(weight_sync_timeout_s=60.0))
             engine = UpdatedEngine(sender, receiver, canary_prompts=(), dtype="float32", deadline_s=60.0)
             await engine.warm_up()
             yield engine, client, stand_in
@@ -213,7 +214,7 @@ async def test_updates_are_measured_with_requests_in_flight(
     engine, client, _ = updated
     part = await measure_in_flight(engine, client, number=3, updates=2, deadline_s=60.0)
     assert part.failure == ""
-    assert part.ratios.keys() == {"gap_3_retract", "failed_requests_3", "unequal_tensors_3"}
+    assert part.ratios.keys() == {"gap_3_in_place", "failed_requests_3", "unequal_tensors_3"}
     seconds = part.details["in_flight_3"]
     assert seconds["gap_s"]["median"] > seconds["decode_step_s"] > 0
     assert seconds["gap_s"]["longest"] >= seconds["phases"]["paused"]

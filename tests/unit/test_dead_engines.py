@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.config import WeightSyncConfig
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
@@ -151,9 +152,9 @@ class FakeReceiver:
     trainer: Trainer
     made: ClassVar[list[FakeReceiver]] = []
 
-    def __init__(self, name: str, client: object, *, deadline_s: float, **_: object) -> None:
+    def __init__(self, name: str, client: object, settings: WeightSyncConfig) -> None:
         self.name = name
-        self.deadline_s = deadline_s
+        self.deadline_s = settings.weight_sync_timeout_s
         self.is_paused = False
         self.weights = ""
         self.version = 0
@@ -214,7 +215,7 @@ async def fleet(
     monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
     monkeypatch.setattr(fleet_module, "router_death", deaths.router)
     config = EngineConfig(num_engines=3, engine_max_restarts=2)
-    fleet = Fleet(config, tiny_model, tmp_path, weight_sync_timeout_s=900.0)
+    fleet = Fleet(config, tiny_model, tmp_path, weight_sync=WeightSyncConfig(weight_sync_timeout_s=900.0))
     FakeServer.may_be_ready.set()
     await fleet.start()
     try:
@@ -297,8 +298,8 @@ async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -
     """Evicts an engine; its successor waits in `load` until `goes_on`."""
     init = FakeReceiver.__init__
 
-    def slow(self: FakeReceiver, name: str, client: object, **settings: Any) -> None:
-        init(self, name, client, **settings)
+    def slow(self: FakeReceiver, name: str, client: object, settings: WeightSyncConfig) -> None:
+        init(self, name, client, settings)
         self.load_waits = goes_on
 
     num_before = len(FakeReceiver.made)

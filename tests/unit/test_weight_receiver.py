@@ -17,6 +17,7 @@ from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import in_engine
 from invrl.weights.arena import ArenaWriter
+from invrl.weights.config import WeightSyncConfig
 
 LAYOUT = (
     TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
@@ -63,7 +64,8 @@ def writer() -> ArenaWriter:
 
 
 def receiver_of(engine: Engine, readback_every: int) -> ArenaReceiver:
-    return ArenaReceiver("engine-0", cast("SglangClient", engine), readback_every=readback_every)
+    settings = WeightSyncConfig(weight_readback_every=readback_every)
+    return ArenaReceiver("engine-0", cast("SglangClient", engine), settings)
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:

@@ -1,0 +1,35 @@
+"""`POST /drain_generation`: an engine finishes what it generates, and new requests wait.
+
+SGLang can pause what runs or abort it, but not let it end. The route is of the engine's HTTP process, for
+which every running request holds a lock; `/continue_generation` ends the wait of the new ones.
+"""
+
+import asyncio
+import time
+
+DRAIN_PATH = "/drain_generation"
+_POLL_INTERVAL_S = 0.02
+
+
+def add_drain_route() -> None:
+    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    @http_server.app.post(DRAIN_PATH)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def drain_generation(timeout: float) -> dict[str, bool]:
+        """Answers when nothing runs any more, or after `timeout` seconds."""
+        state = http_server._global_state
+        assert state is not None, "a request comes after the start"
+        manager = state.tokenizer_manager
+        assert isinstance(manager, TokenizerManager), "an engine has one HTTP process"
+        deadline = time.monotonic() + timeout
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+        while is_running := await manager.model_update_lock.is_locked():
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return {"drained": not is_running}

@@ -1,0 +1,18 @@
+"""Whose cached keys and values a request may find."""
+
+import pytest
+
+from invrl.engines.kv_versions import key_of_changes
+
+
+@pytest.mark.parametrize("own", [None, "", "an adapter"])
+def test_a_key_names_the_changes_and_keeps_what_the_request_had(own: str | None) -> None:
+    first = key_of_changes(own, 0)
+    second = key_of_changes(first, 1)
+    assert first != second
+    assert second == key_of_changes(own, 1)
+    assert second.startswith(own or "")
+
+
+def test_two_adapters_have_two_keys() -> None:
+    assert key_of_changes("one", 3) != key_of_changes("other", 3)
