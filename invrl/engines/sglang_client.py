@@ -257,7 +257,7 @@ class SglangClient:
         for prompt in prompts:
             self.validate(prompt, 1)
         body: dict[str, Json] = {
-            "rid": [canary_rid() for _ in prompts],
+            "rid": canary_rid(),  # SGLang numbers the prompts behind it
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
