@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.train.delta_folders import DeltaFolders
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaWriter
@@ -33,8 +34,10 @@ class TorchSender:
             for name, p in self.model.named_parameters()
         ]
         self.tensors = tuple(specs)
-        self._writer: ArenaWriter | BucketSender | WeightFolders
-        if weight_folder is not None:
+        self._writer: ArenaWriter | BucketSender | WeightFolders | DeltaFolders
+        if weight_folder is not None and transport == "delta":
+            self._writer = DeltaFolders(self.tensors, weight_folder, full_every=4)
+        elif weight_folder is not None:
             self._writer = WeightFolders(self.tensors, weight_folder)
         elif transport == "arena":
             self._writer = ArenaWriter(self.tensors)

@@ -5,8 +5,8 @@ Invariant: names, shapes and dtypes are checked inside the engine before any of 
 checksums, which the transaction compares with the trainer's. Only `commit` changes the version's name.
 
 With `ArenaReceiver` the engine copies from the trainer's shared memory, with `FolderReceiver` from a folder
-that the trainer wrote; `BucketReceiver` uses SGLang's own flattened buckets. What runs inside the engine is
-`weights/in_engine.py`.
+that the trainer wrote; with `DeltaReceiver` it applies what has changed. `BucketReceiver` uses SGLang's own
+flattened buckets. What runs inside the engine is `weights/in_engine.py`.
 """
 
 import base64
@@ -30,6 +30,7 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.config import WeightSyncConfig
+from invrl.weights.delta_folder import DeltaHandle
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.verification import ReadBack
 
@@ -141,6 +142,7 @@ class EngineReceiver(ABC):
         *,
         arena: ArenaHandle | None = None,
         folder: str = "",
+        chain: tuple[str, ...] = (),
         digest: bool = False,
     ) -> LoaderReply:
         """Send one request to the loader inside the engine, within `_update`."""
@@ -154,6 +156,7 @@ class EngineReceiver(ABC):
                 arena=arena,
                 alias=self._aliases,
                 folder=folder,
+                chain=chain,
                 digest=digest,
             )
             # The name of an empty tensor carries the request.
@@ -228,6 +231,15 @@ class FolderReceiver(EngineReceiver):
             await self._ask_loader(self._approved_layout, folder=staged.handle)
 
 
+class DeltaReceiver(EngineReceiver):
+    """The engine applies the differences that it lacks, from a disk that it shares with the trainer."""
+
+    async def load(self, staged: StagedWeights) -> None:
+        handle = msgspec.json.decode(staged.handle, type=DeltaHandle)
+        async with self._update():
+            await self._ask_loader(self._approved_layout, chain=handle.chain)
+
+
 class BucketReceiver(EngineReceiver):
     """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
 
@@ -244,6 +256,7 @@ class BucketReceiver(EngineReceiver):
 RECEIVERS: dict[str, type[EngineReceiver]] = {
     "arena": ArenaReceiver,
     "bucket": BucketReceiver,
+    "delta": DeltaReceiver,
     "disk": FolderReceiver,
 }
 """By transport; the trainer's ends are in `train/rank.py`."""

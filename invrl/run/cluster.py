@@ -252,7 +252,7 @@ async def all_started(*starts: Awaitable[None]) -> None:
 
 
 def _weight_folder(config: Config, folder: RunFolder) -> Path:
-    """Of this run alone, for the weight transport `disk`."""
+    """Of this run alone, for the weight transports `disk` and `delta`."""
     parent = config.weight_sync.weight_folder
     if not parent:
         return folder.weights_path
@@ -280,6 +280,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             weight_dtype=config.engine.engine_dtype,
             transport=config.weight_sync.weight_transport,
             weight_folder=str(_weight_folder(config, folder)),
+            weight_full_every=config.weight_sync.weight_full_every,
             megatron=dict(config.megatron),
             seed=config.run.seed,
         )

@@ -72,7 +72,7 @@ def _weight_sync(config: Config) -> Contradictions:
     if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
         reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
         yield "weight_sync.weight_arena", reason, "leave --weight-transport or --weight-arena out"
-    if weight_sync.weight_folder and weight_sync.weight_transport != "disk":
+    if weight_sync.weight_folder and weight_sync.weight_transport not in ("disk", "delta"):
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
         yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"
     default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default

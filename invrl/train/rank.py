@@ -26,6 +26,7 @@ from invrl.file_entry import FileEntries
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Max, Metric
 from invrl.train import device
+from invrl.train.delta_folders import DeltaFolders
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import MegatronOptions, parse_megatron_options
@@ -187,7 +188,7 @@ class TrainRank:
         return self._transport.stage(version, weights)
 
     @cached_property
-    def _transport(self) -> ArenaWriter | BucketSender | WeightFolders:
+    def _transport(self) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders:
         """The trainer's end of the weight transport; the engines' ends are in `engines/weight_receiver.py`.
         Created at the first use, so that only the rank that sends allocates its memory."""
         match self._settings.transport:
@@ -195,6 +196,9 @@ class TrainRank:
                 return BucketSender(self.layout())
             case "disk":
                 return WeightFolders(self.layout(), Path(self._settings.weight_folder))
+            case "delta":
+                folder = Path(self._settings.weight_folder)
+                return DeltaFolders(self.layout(), folder, full_every=self._settings.weight_full_every)
             case _:
                 return ArenaWriter(self.layout())
 

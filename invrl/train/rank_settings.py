@@ -30,6 +30,7 @@ class RankSettings:
     """The dtype in which the engines hold the weights, by torch's name."""
     transport: str = "arena"
     weight_folder: str = ""
+    weight_full_every: int = 1
     """Where the transport `disk` writes: a folder for it alone."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""

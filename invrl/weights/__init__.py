@@ -9,8 +9,10 @@ transport  the trainer's end        the engine's end (`engines/weight_receiver.p
 =========  =======================  ==================================================================
 `arena`    `arena.ArenaWriter`      `ArenaReceiver`; `in_engine.py` copies or aliases, in SGLang's scheduler
 `bucket`   `buckets.BucketSender`   `BucketReceiver`; SGLang's own code copies
+`disk`     `train/weight_folders`   `FolderReceiver`; `in_engine.py` copies from a file
+`delta`    `train/delta_folders`    `DeltaReceiver`; `in_engine.py` applies differences from files
 =========  =======================  ==================================================================
 
-With both, `in_engine.py` checks the layout before. With `bucket` it hashes the parameters after each load;
-with `arena` the copy itself is hashed, and the parameters are at the first update and every n-th.
+With all of them `in_engine.py` checks the layout before. With `arena` the copy itself is hashed, and the
+parameters are at the first update and every n-th; with the others the parameters are hashed after each load.
 """

@@ -10,11 +10,15 @@ from invrl.section import Section
 class WeightSyncConfig(Section):
     """How new weights reach the engines, and what proves that they are there."""
 
-    weight_transport: Literal["arena", "bucket", "disk"] = Field(
-        "arena", description="'arena': shared memory; 'bucket': SGLang's flattened buckets; 'disk': files"
+    weight_transport: Literal["arena", "bucket", "disk", "delta"] = Field(
+        "arena",
+        description="'arena': shared memory; 'bucket': SGLang's; 'disk': files; 'delta': files of changes",
     )
     weight_folder: str = Field(
-        "", description="'disk': where engines find the weights; '': the folder weights of the run folder"
+        "", description="'disk', 'delta': where engines find the weights; '': in the run folder"
+    )
+    weight_full_every: int = Field(
+        16, ge=1, description="'delta': every n-th version is written whole; 1: each of them"
     )
     weight_update: Literal["together", "rolling"] = Field(
         "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"

@@ -28,6 +28,7 @@ from invrl.errors import InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
 from invrl.weights.arena import ArenaHandle, map_arena
+from invrl.weights.delta_folder import load_chain
 from invrl.weights.engine_parameters import (
     EXPERTS,
     is_padded,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, load the arena's slot (if `arena`) or a folder (if `folder`), read back what is
-    served (if `digest`)."""
+    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`) or a chain of them (if
+    `chain`), read back what is served (if `digest`)."""
 
     reply_path: str
     """The file for the reply to this request alone."""
@@ -56,6 +57,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Point the parameters at the slot instead of copying. Without `arena`: check whether they can be."""
     folder: str = ""
     """As `read_folder` takes it."""
+    chain: tuple[str, ...] = ()
+    """As `load_chain` takes it."""
     digest: bool = False
 
 
@@ -154,6 +157,9 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     elif request.folder:
         tensors = read_folder(request.folder, request.tensors)
         checksums = {name: copy_hashed(place, tensors[name]) for name, place in places.items()}
+        _compute_derived(model)
+    elif request.chain:
+        load_chain(request.chain, request.tensors, places)
         _compute_derived(model)
     if request.digest:
         checksums = {name: checksum(place) for name, place in places.items()}

@@ -18,7 +18,13 @@ from torch_updates import CANARY, FP32, Update, receivers_of
 from train_reference import random_batch
 
 from invrl.engines.fleet import Fleet
-from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver, FolderReceiver
+from invrl.engines.weight_receiver import (
+    ArenaReceiver,
+    BucketReceiver,
+    DeltaReceiver,
+    EngineReceiver,
+    FolderReceiver,
+)
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
@@ -26,6 +32,7 @@ from invrl.train.parallel.layout import ParallelLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.config import WeightSyncConfig
+from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.transaction import WeightTransaction
 
 
@@ -105,6 +112,46 @@ async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found
     sender.spoil = lambda staged: staged
     await update.run()
     assert await held(receiver) == sender.checksums()
+
+
+async def test_an_engine_applies_what_changed_and_gets_all_of_it_if_its_base_is_another(
+    tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
+) -> None:
+    """Each fault leaves the engine with the old version, which it serves."""
+    sender = TorchSender(tiny_model, transport="delta", weight_folder=tmp_path / "weights")
+    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    update = Update(sender, [follower])
+    sizes: list[int] = []
+    for seed in range(6):  # whole, three differences, whole, a difference
+        sender.train(seed, size=1e-7)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+        assert await held(follower) == sender.checksums()
+        sizes.append(done.num_bytes)
+    assert max(sizes[1:4] + sizes[5:]) < 0.5 * min(sizes[0], sizes[4])
+
+    await Update(TorchSender(tiny_model), [receiver]).run()  # another trainer, another base
+    sender.train(6, size=1e-7)
+    await update.run()
+    held_before = await held(follower)
+    assert held_before == sender.checksums()
+
+    def flip(staged: StagedWeights) -> StagedWeights:
+        chain = msgspec.json.decode(staged.handle, type=DeltaHandle).chain
+        path = Path(chain[-1]) / DELTA_NAME
+        body = path.read_bytes()
+        path.write_bytes(body[:-100] + bytes([body[-100] ^ 1]) + body[-99:])
+        return staged
+
+    sender.spoil = flip
+    sender.train(7, size=1e-7)
+    with pytest.raises(WeightSyncError, match=r"cannot be read|does not lead to") as raised:
+        await update.run()
+    assert raised.value.unrestored == ()
+    assert await held(follower) == held_before
+    sender.spoil = lambda staged: staged
+    await update.run()
+    assert await held(follower) == sender.checksums()
 
 
 async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(

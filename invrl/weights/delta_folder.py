@@ -1,0 +1,163 @@
+"""What a version of the weights differs in from the one before, as a folder: the weight transport `delta`.
+
+A chain is a folder with whole weights (`weight_folder.py`) and then folders with differences, each from the
+folder before it. Every folder has a manifest with the checksums of its version, so an engine finds by its own
+weights where in the chain it stands. If it stands nowhere, it begins with the whole weights.
+
+A difference is the exclusive or of the tensors' bytes: exact for every dtype. It is stored byte plane by byte
+plane (first the lowest byte of every element, and so on) and compressed with zstd: small steps change low
+bytes, and in bfloat16 few elements at all. Imports torch only where tensors are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from invrl.errors import WeightSyncError
+from invrl.interfaces import WeightLayout
+from invrl.types import TensorSpec
+from invrl.weights.tensor_spec import checksum, num_bytes
+from invrl.weights.weight_folder import read_folder
+
+if TYPE_CHECKING:
+    import torch
+
+DELTA_NAME = "delta.zst"
+"""The differences of all tensors, one zstd frame after the other."""
+MANIFEST_NAME = "manifest.json"
+_COMPRESSION_LEVEL = 1
+
+
+class DeltaHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `StagedWeights.handle`, as JSON."""
+
+    chain: tuple[str, ...]
+    """The folders: whole weights first, the staged version last."""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes [start, start + length) of the file."""
+
+    start: int
+    length: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder's version: of every tensor its checksum, and where its difference is."""
+
+    checksums: dict[str, str]
+    frames: dict[str, Frame] = {}
+    """None in a folder with whole weights."""
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in row-major order, as uint8 on the CPU. Shares its memory if it can."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
+    """A frame of `difference`, the bytes of a tensor of this spec."""
+    import zstandard
+
+    planes = _transposed(difference, rows=math.prod(spec.shape))
+    return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True).compress(
+        planes.numpy().data
+    )
+
+
+def decompress(frame: bytes, spec: TensorSpec) -> torch.Tensor:
+    """What `compress` was given. Raises WeightSyncError if the frame is of another size, cut or changed."""
+    import torch
+    import zstandard
+
+    size = num_bytes(spec)
+    try:
+        planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise WeightSyncError(f"the difference of {spec.name} cannot be read: {error}") from error
+    if len(planes) != size:
+        raise WeightSyncError(f"the difference of {spec.name} has {len(planes)} bytes, the tensor {size}")
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    rows = size // math.prod(spec.shape)
+    return _transposed(torch.frombuffer(bytearray(planes), dtype=torch.uint8), rows=rows)
+
+
+def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
+    """The transpose of `flat` as a matrix of so many rows, flat again."""
+    if flat.numel() == 0:
+        return flat
+    return flat.view(rows, -1).t().contiguous().view(-1)
+
+
+class DeltaFolder:
+    """One folder of a chain, to be read. Raises WeightSyncError where something of it cannot be read."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        body = self._read(MANIFEST_NAME)
+        try:
+            return msgspec.json.decode(body, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise WeightSyncError(f"{self._folder / MANIFEST_NAME} cannot be read: {error}") from error
+
+    def difference(self, spec: TensorSpec) -> torch.Tensor:
+        """From the version of the folder before, as bytes."""
+        frame = self.manifest.frames.get(spec.name)
+        if frame is None:
+            raise WeightSyncError(f"{self._folder} has no difference of {spec.name}")
+        return decompress(self._read(DELTA_NAME, frame.start, frame.length), spec)
+
+    def _read(self, name: str, start: int = 0, length: int = -1) -> bytes:
+        try:
+            with (self._folder / name).open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+        except OSError as error:
+            raise WeightSyncError(f"{self._folder / name} cannot be read: {error}") from error
+
+
+def load_chain(chain: Sequence[str], layout: WeightLayout, places: Mapping[str, torch.Tensor]) -> None:
+    """Bring `places`, the engine's tensors by name, to the last version of the chain.
+
+    Raises WeightSyncError or LayoutError before anything is written: every new tensor is computed twice, the
+    first time only to compare its checksum. So no second copy of the model is in memory.
+    """
+
+    folders = [DeltaFolder(folder) for folder in chain]
+    held = {name: checksum(place) for name, place in places.items()}
+    known = [number for number, folder in enumerate(folders) if folder.manifest.checksums == held]
+    bases: Mapping[str, torch.Tensor] = places
+    if not known:
+        bases = read_folder(chain[0], layout)
+    newer = folders[known[-1] + 1 if known else 1 :]
+
+    def tensor_of(spec: TensorSpec) -> torch.Tensor:
+        """Of the last version."""
+        base = bases[spec.name]
+        if not newer:
+            return base
+        new_bytes = raw_bytes(base).clone()
+        for folder in newer:
+            new_bytes ^= folder.difference(spec)
+        return new_bytes.view(base.dtype).view(base.shape)
+
+    expected = folders[-1].manifest.checksums
+    if known and not newer:
+        return
+    for spec in layout:
+        if checksum(tensor_of(spec)) != expected.get(spec.name):
+            raise WeightSyncError(f"{spec.name}: {chain[-1]} does not lead to the checksum of its manifest")
+    for spec in layout:
+        places[spec.name].copy_(tensor_of(spec))
