@@ -25,6 +25,8 @@ WEIGHT_TARGETS = {
 class WeightBenchSettings:
     model_path: str
     engine_dtype: Literal["bfloat16", "float32"]
+    weight_arena: Literal["copy", "alias"]
+    """Whether the engine copies a slot of the arena, or computes with it."""
     updates: PositiveInt
     """With few requests in flight."""
     repetitions: PositiveInt

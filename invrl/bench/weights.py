@@ -84,7 +84,7 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
                     ArenaReceiver(
                         "loader",
                         client,
-                        WeightSyncConfig.model_validate({"weight_sync_timeout_s": settings.deadline_s}),
+                        _weight_sync(settings),
                     ),
                     canary_prompts=(),
                     dtype=settings.engine_dtype,
@@ -132,9 +132,7 @@ async def _start_engine(
         Path(settings.model_path),
         folder,
         sglang={"max-running-requests": str(MANY_REQUESTS + FEW_REQUESTS)},
-        weight_sync=WeightSyncConfig.model_validate(
-            {"weight_update_inflight": IN_FLIGHT_MODE, "weight_sync_timeout_s": settings.deadline_s}
-        ),
+        weight_sync=_weight_sync(settings),
     )
     stack.push_async_callback(fleet.stop)
     await fleet.start()
@@ -153,3 +151,13 @@ async def _start_engine(
     )
     await engine.warm_up()
     return engine, client
+
+
+def _weight_sync(settings: WeightBenchSettings) -> WeightSyncConfig:
+    return WeightSyncConfig.model_validate(
+        {
+            "weight_arena": settings.weight_arena,
+            "weight_update_inflight": IN_FLIGHT_MODE,
+            "weight_sync_timeout_s": settings.deadline_s,
+        }
+    )

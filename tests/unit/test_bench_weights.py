@@ -262,6 +262,7 @@ async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyt
     settings = WeightBenchSettings(
         model_path=str(make_tiny_model(tmp_path / "model")),
         engine_dtype="float32",
+        weight_arena="copy",
         updates=1,
         repetitions=1,
         with_engine=True,

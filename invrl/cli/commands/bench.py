@@ -36,6 +36,7 @@ _TRAIN_DEFAULTS = {
 _WEIGHTS_DEFAULTS = {
     "--model-path": "",
     "--engine-dtype": "bfloat16",
+    "--weight-arena": "copy",
     "--updates": "100",
     "--repetitions": "5",
     "--deadline-s": "300",
@@ -73,6 +74,7 @@ def bench(arguments: Sequence[str]) -> None:
     the shapes of a Llama of 1.24 billion parameters, if there are 11 GB of memory for it.
 
     --engine-dtype D                bfloat16 (default) or float32
+    --weight-arena copy|alias       as in a run (default: copy)
     --updates N                     with 8 requests in flight (default: 100)
     --repetitions N                 updates of every other part (default: 5)
     --no-engine                     the loader alone: two processes, no SGLang
@@ -131,6 +133,7 @@ def _bench_weights(arguments: Sequence[str]) -> None:
     fields = {
         "model_path": str(folder),
         "engine_dtype": options["--engine-dtype"],
+        "weight_arena": options["--weight-arena"],
         "updates": options["--updates"],
         "repetitions": options["--repetitions"],
         "with_engine": _WITHOUT_ENGINE not in switches,
@@ -144,7 +147,7 @@ def _bench_weights(arguments: Sequence[str]) -> None:
     record = BenchRecord(
         Path(options["--results"]).expanduser(),
         "weights",
-        model=f"{folder.name} {settings.engine_dtype}",
+        model=_model_in_history(folder.name, settings),
         settings=reported,
         targets=WEIGHT_TARGETS,
         missed=exceeded,
@@ -153,6 +156,14 @@ def _bench_weights(arguments: Sequence[str]) -> None:
 
     asyncio.run(measure_weights(settings, record.add))
     record.close("rose", rises)
+
+
+def _model_in_history(name: str, settings: WeightBenchSettings) -> str:
+    """Ratios are compared with those of the same dtype and way into the engine."""
+    words = [name, settings.engine_dtype]
+    if settings.weight_arena != "copy":
+        words.append(settings.weight_arena)
+    return " ".join(words)
 
 
 def _model_folder(options: Mapping[str, str]) -> Path:
