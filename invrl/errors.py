@@ -18,6 +18,7 @@ InvrlError
 ├── RunStoreError          the run's store cannot be read or written, or lacks what it must hold
 ├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
 └── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
+    ├── BroadcastError     a broadcast of weights broke, by another of its engines or by the connection
     ├── LayoutError        names, shapes or dtypes do not fit: no engine's weights were written
     ├── ChecksumError      the engine does not hold the bytes that the trainer sent
     └── CanaryError        the served model computes other log-probs than the trained one
@@ -155,6 +156,10 @@ class WeightSyncError(InvrlError):
         super().__init__(message)
         self.engine = engine
         self.unrestored = unrestored
+
+
+class BroadcastError(WeightSyncError):
+    """A broadcast of weights broke. This says nothing against the engine that found it; it may hold a mix."""
 
 
 class LayoutError(WeightSyncError):

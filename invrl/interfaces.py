@@ -237,7 +237,8 @@ class StagedWeights:
     """Belongs to the transport and is opaque to the transaction: path and slot for the arena, serialized
     handles for buckets."""
     checksums: Mapping[str, str]
-    """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
+    """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major), or the checksum of
+    `weights/multilinear.py` for engines of several ranks."""
     num_bytes: int
 
 

@@ -15,6 +15,7 @@ from invrl.train.delta_folders import DeltaFolders
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaWriter
+from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender
 from invrl.weights.tensor_spec import checksum
 
@@ -26,7 +27,12 @@ class TorchSender:
     changes what was staged after its checksums were taken."""
 
     def __init__(
-        self, model_path: Path, *, transport: str = "arena", weight_folder: Path | None = None
+        self,
+        model_path: Path,
+        *,
+        transport: str = "arena",
+        weight_folder: Path | None = None,
+        checksums_add_up: bool = False,
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         specs = [
@@ -34,17 +40,25 @@ class TorchSender:
             for name, p in self.model.named_parameters()
         ]
         self.tensors = tuple(specs)
-        self._writer: ArenaWriter | BucketSender | WeightFolders | DeltaFolders
+        self._writer: ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster
         if weight_folder is not None and transport == "delta":
             self._writer = DeltaFolders(self.tensors, weight_folder, full_every=4)
         elif weight_folder is not None:
             self._writer = WeightFolders(self.tensors, weight_folder)
         elif transport == "arena":
-            self._writer = ArenaWriter(self.tensors)
+            self._writer = ArenaWriter(self.tensors, checksums_add_up=checksums_add_up)
+        elif transport == "collective":
+            self._writer = Broadcaster(self.tensors, host="127.0.0.1", timeout_s=10.0)
         else:
             self._writer = BucketSender(self.tensors, bucket_bytes=40_000)
         self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.spoil: Callable[[StagedWeights], StagedWeights] = lambda staged: staged
+
+    @property
+    def slots(self) -> Sequence[Tensors]:
+        """Of the arena."""
+        assert isinstance(self._writer, ArenaWriter)
+        return self._writer._slots
 
     def parameters(self) -> Tensors:
         return {name: p.detach() for name, p in self.model.named_parameters()}
@@ -64,6 +78,10 @@ class TorchSender:
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return self.spoil(self._writer.stage(version, self.mistake(self.parameters()).items()))
+
+    async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        assert isinstance(self._writer, Broadcaster)
+        return self._writer.offer(version, engines)
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return [self.token_logprobs(ids) for ids in prompts]

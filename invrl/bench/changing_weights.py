@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter
+from invrl.weights.broadcaster import Broadcaster
+from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.tensor_spec import checksum, spec_of
 
 _FACTORS = (1.03, 0.98, 0.99)
@@ -26,10 +28,12 @@ class ChangingWeights:
     """A `WeightSender` that stages in an arena. Work on tensors is done in a thread, so that the event loop
     reads the tokens of streams meanwhile."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device | None = None) -> None:
+        """`device`: the GPU that has the tensors, and takes the arena; None for the host's memory."""
         self._tensors = tensors
+        self._hash = checksum if device is None else checksum_of_whole
         self._layout: WeightLayout = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-        self._writer = ArenaWriter(self._layout)
+        self._writer = self._make_writer(device)
         self._num_changes = 0
 
     async def change(self) -> None:
@@ -51,13 +55,33 @@ class ChangingWeights:
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         raise NotImplementedError("these tensors are no model")
 
+    def _make_writer(self, device: torch.device | None) -> ArenaWriter | Broadcaster:
+        return ArenaWriter(self._layout, device=device)
+
     def _multiply(self, factor: float) -> None:
         with torch.no_grad():
             for tensor in self._tensors.values():
                 tensor.mul_(factor)
 
     def _checksums(self) -> dict[str, str]:
-        return {name: checksum(tensor) for name, tensor in self._tensors.items()}
+        return {name: self._hash(tensor) for name, tensor in self._tensors.items()}
+
+
+class BroadcastWeights(ChangingWeights):
+    """Such a sender with the weight transport `collective`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+        """`timeout_s`: as a `Broadcaster` takes it."""
+        self._timeout_s = timeout_s
+        super().__init__(tensors)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        assert isinstance(self._writer, Broadcaster)
+        return self._writer.offer(version, engines)
+
+    def _make_writer(self, device: torch.device | None) -> Broadcaster:
+        return Broadcaster(self._layout, host="127.0.0.1", timeout_s=self._timeout_s)
 
 
 class ChangingModel(ChangingWeights):
@@ -103,6 +127,9 @@ def empty_tensors(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, tor
     return dict(model.named_parameters())
 
 
-def random_tensors(empty: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def random_tensors(
+    empty: Mapping[str, torch.Tensor], device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
     """Like these, in memory, with values from 0.5 to 1."""
-    return {name: torch.empty_like(tensor, device="cpu").uniform_(0.5, 1.0) for name, tensor in empty.items()}
+    place = device or torch.device("cpu")
+    return {name: torch.empty_like(tensor, device=place).uniform_(0.5, 1.0) for name, tensor in empty.items()}

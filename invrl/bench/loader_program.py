@@ -1,4 +1,4 @@
-"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE`: an engine's end of weight updates without SGLang.
+"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE DEVICE`: an engine's weight loader without SGLang.
 
 An HTTP server that answers the control requests of `engines/sglang_client.py`. It runs the weight loader
 (`weights/in_engine.py`) on a torch module that has an engine's fused parameters, and computes nothing else.
@@ -45,7 +45,9 @@ def _parameter_of(tensor_name: str) -> str:
     return tensor_name
 
 
-def make_module(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> torch.nn.Module:
+def make_module(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: str = "cpu"
+) -> torch.nn.Module:
     """A module with these parameters, all zero."""
     root = torch.nn.Module()
     for name, shape in shapes.items():
@@ -55,7 +57,8 @@ def make_module(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> to
             if child not in dict(owner.named_children()):
                 owner.add_module(child, torch.nn.Module())
             owner = owner.get_submodule(child)
-        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+        parameter = torch.nn.Parameter(zeros, requires_grad=False)
         owner.register_parameter(last_name, parameter)
     return root
 
@@ -105,13 +108,14 @@ def make_application(model: torch.nn.Module, key: str) -> web.Application:
     return application
 
 
-def _main(port: int, layout_file: Path) -> None:
+def _main(port: int, layout_file: Path, device: str) -> None:
     torch.set_num_threads(1)
     layout = msgspec.json.decode(layout_file.read_bytes(), type=WeightLayout)
     dtype: torch.dtype = getattr(torch, layout[0].dtype)
-    application = make_application(make_module(engine_shapes(layout), dtype), os.environ[KEY_VARIABLE])
+    module = make_module(engine_shapes(layout), dtype, device)
+    application = make_application(module, os.environ[KEY_VARIABLE])
     web.run_app(application, host="127.0.0.1", port=port, print=None)
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), Path(sys.argv[2]))
+    _main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

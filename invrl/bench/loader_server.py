@@ -15,14 +15,14 @@ from invrl.interfaces import WeightLayout
 class LoaderServer(ServerProcess):
     """Start it from a thread that lives as long as it should."""
 
-    def __init__(self, layout: WeightLayout, folder: Path) -> None:
-        """`folder` takes its log and the layout."""
+    def __init__(self, layout: WeightLayout, folder: Path, device: str = "cpu") -> None:
+        """`folder` takes its log and the layout. `device`: where its parameters are, by torch's name."""
         self._port = ReservedPort()
         self._key = random_key()
         layout_file = folder / "layout.json"
         layout_file.write_bytes(msgspec.json.encode(layout))
         module = "invrl.bench.loader_program"
-        command = [sys.executable, "-m", module, str(self._port.number), str(layout_file)]
+        command = [sys.executable, "-m", module, str(self._port.number), str(layout_file), device]
         super().__init__("the loader", command, log=folder / "loader.log", env={KEY_VARIABLE: self._key})
 
     def wait_ready(self, *, deadline_s: float) -> None:

@@ -12,12 +12,12 @@ from pydantic import TypeAdapter
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.bench.workloads import make_batch
+from invrl.host.rendezvous import listen
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
 from invrl.train.rank import TrainRank
 from invrl.train.rank_settings import RankSettings
-from invrl.train.rendezvous import listen
 from invrl.train.sharding import shard_batch
 
 

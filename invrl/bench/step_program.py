@@ -21,6 +21,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.bench.hugging_face_step import HuggingFaceStep, PaddedBatch, pad_batch
 from invrl.bench.workloads import WORKLOADS, make_batch
 from invrl.host.process import random_key
+from invrl.host.rendezvous import listen
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
@@ -28,7 +29,6 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank import TrainRank
 from invrl.train.rank_settings import RankSettings
-from invrl.train.rendezvous import listen
 from invrl.train.sharding import Shard, shard_batch
 from invrl.types import TrainBatch
 

@@ -9,6 +9,8 @@ IN_FLIGHT_MODE = "in_place"
 """What happens to requests in flight: they keep their keys and values (`weight_update_inflight`)."""
 FEW_REQUESTS = 8
 MANY_REQUESTS = 64
+BROADCAST = "broadcast"
+"""The ratio of the weight transport `collective` to a plain gloo broadcast."""
 WEIGHT_TARGETS = {
     "engine_idle": 3.0,
     f"gap_{FEW_REQUESTS}_{IN_FLIGHT_MODE}": 1.5,
@@ -17,14 +19,19 @@ WEIGHT_TARGETS = {
     f"failed_requests_{MANY_REQUESTS}": 0.0,
     f"unequal_tensors_{FEW_REQUESTS}": 0.0,
     f"unequal_tensors_{MANY_REQUESTS}": 0.0,
+    BROADCAST: 1.3,
 }
 """Ratio -> the most it should be. The ratios of the loader alone are on record only."""
+GPU_WEIGHT_TARGETS = {"loader": 20.0, "loader_1b": 20.0}
+"""Likewise, for the loader alone on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBenchSettings:
     model_path: str
     engine_dtype: Literal["bfloat16", "float32"]
+    device: Literal["cpu", "cuda"]
+    """Where trainer, arena and engine have the weights."""
     weight_arena: Literal["copy", "alias"]
     """Whether the engine copies a slot of the arena, or computes with it."""
     updates: PositiveInt

@@ -21,7 +21,7 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver
 from invrl.types import WeightVersion
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import CanaryBound, Load, WeightTransaction, load_alone
 
 _WARM_UP_UPDATES = 2
 """The first write into each slot of the arena faults its memory in."""
@@ -54,8 +54,11 @@ class UpdatedEngine:
         dtype: str,
         deadline_s: float,
         version: int = 0,
+        device: torch.device | None = None,
+        load: Load = load_alone,
     ) -> None:
-        """`version`: what the engine holds."""
+        """`version`: what the engine holds. `device`: the GPU that has the weights; None for the host."""
+        self._device = device or torch.device("cpu")
         self._weights = weights
         self.receiver = receiver
         self._version = version
@@ -70,6 +73,7 @@ class UpdatedEngine:
             canary_prompts=canary_prompts,
             bound=CanaryBound.for_dtypes(dtype),
             deadline_s=deadline_s,
+            load=load,
         )
 
     async def warm_up(self) -> None:
@@ -87,7 +91,8 @@ class UpdatedEngine:
         update = await self._transaction.run(WeightVersion(self._version))
         end = time.monotonic()
         self._num_bytes = update.num_bytes
-        canary_s = sum(update.seconds.get(phase, 0.0) for phase in ("canary", "trainer_canary"))
+        # Engine and trainer are asked side by side.
+        canary_s = max(update.seconds.get(phase, 0.0) for phase in ("canary", "trainer_canary"))
         return TimedUpdate(
             window=Window(start=start, end=end),
             ready_s=end - start - canary_s,
@@ -97,7 +102,7 @@ class UpdatedEngine:
 
     async def copy_seconds(self) -> float:
         """Of a copy of as many bytes as an update has, within this process."""
-        return await asyncio.to_thread(copy_seconds, self._num_bytes)
+        return await asyncio.to_thread(copy_seconds, self._num_bytes, self._device)
 
     async def unequal_tensors(self) -> int:
         """How many tensors of the engine differ from the trainer's. Generation must be paused."""
@@ -107,20 +112,28 @@ class UpdatedEngine:
         return sum(held.get(name) != checksum for name, checksum in expected.items())
 
 
-def copy_seconds(num_bytes: int) -> float:
-    """The median of three copies of so many bytes from memory to memory, by one thread, through buffers that
-    are faulted in."""
+def copy_seconds(num_bytes: int, device: torch.device) -> float:
+    """The median of three copies of so many bytes within the device's memory, by one thread, through buffers
+    that are faulted in."""
     size = min(num_bytes, _COPY_BUFFER_BYTES)
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.ones(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones(size, dtype=torch.uint8, device=device)
+    _wait_for(device)
     seconds: list[float] = []
     for _ in range(3):
         start = time.monotonic()
         for first_byte in range(0, num_bytes, size):
             count = min(size, num_bytes - first_byte)
             target[:count].copy_(source[:count])
+        _wait_for(device)
         seconds.append(time.monotonic() - start)
     return median(seconds)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until it has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 async def measure_idle(engine: UpdatedEngine, *, name: str, updates: int) -> Part:

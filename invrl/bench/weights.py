@@ -1,7 +1,8 @@
 """`invrl bench weights`: what an update of the engine's weights costs, beside one copy of the same bytes.
 
 The same updates run against the weight loader alone (`loader_server.py`) and against a real engine, idle and
-with requests in flight. Imports torch when it is imported.
+with requests in flight. The weight transport `collective` runs beside plain broadcasts on the loader alone.
+Imports torch when it is imported.
 """
 
 import asyncio
@@ -24,7 +25,14 @@ from invrl.bench.changing_weights import (
 )
 from invrl.bench.loader_server import LoaderServer
 from invrl.bench.ratios import Part
-from invrl.bench.weight_settings import FEW_REQUESTS, IN_FLIGHT_MODE, MANY_REQUESTS, WeightBenchSettings
+from invrl.bench.weight_broadcasts import measure_broadcasts
+from invrl.bench.weight_settings import (
+    BROADCAST,
+    FEW_REQUESTS,
+    IN_FLIGHT_MODE,
+    MANY_REQUESTS,
+    WeightBenchSettings,
+)
 from invrl.bench.weight_updates import UpdatedEngine, measure_idle, measure_in_flight
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
@@ -45,6 +53,8 @@ async def measure_weights(settings: WeightBenchSettings, report: Callable[[Part]
     torch.set_num_threads(1)
     model = config_of(Path(settings.model_path))
     await _report_part("loader", _measure_on_loader("loader", model, settings), report)
+    if settings.device == "cpu":
+        await _report_part(BROADCAST, measure_broadcasts(model, settings), report)
     if settings.with_engine:
         await _measure_on_engine(settings, report)
     if settings.with_1b:
@@ -64,18 +74,21 @@ def _failed(name: str, error: InvrlError) -> Part:
 
 async def _measure_on_loader(name: str, config: PretrainedConfig, settings: WeightBenchSettings) -> Part:
     """Two processes: this one is the trainer, the other is the engine's weight loader alone."""
+    device = None if settings.device == "cpu" else torch.device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)
     empty = empty_tensors(config, dtype)
     num_bytes = sum(tensor.nbytes for tensor in empty.values())
     # The trainer's tensors, two slots, the engine's parameters.
     needed = 4 * num_bytes + _MEMORY_RESERVE
     available = psutil.virtual_memory().available
+    if device is not None:
+        available, _ = torch.cuda.mem_get_info(device)
     if needed > available:
         refused = f"it needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available"
         return Part(ratios={}, details={name: {"refused": refused}})
-    weights = ChangingWeights(random_tensors(empty))
+    weights = ChangingWeights(random_tensors(empty, device), device=device)
     with TemporaryDirectory(prefix="invrl-bench-") as folder:
-        server = LoaderServer(await weights.layout(), Path(folder))
+        server = LoaderServer(await weights.layout(), Path(folder), settings.device)
         try:
             await asyncio.to_thread(server.wait_ready, deadline_s=_LOADER_START_S)
             async with server.client() as client:
@@ -89,6 +102,7 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
                     canary_prompts=(),
                     dtype=settings.engine_dtype,
                     deadline_s=settings.deadline_s,
+                    device=device,
                 )
                 await engine.warm_up()
                 part = await measure_idle(engine, name=name, updates=settings.repetitions)

@@ -11,6 +11,9 @@ class EngineConfig(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
     num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
+    engine_tp_size: PositiveInt = Field(
+        1, description="processes of an engine, each with a slice of every weight matrix"
+    )
     engine_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of weights and compute"
     )

@@ -9,6 +9,7 @@ this file.
 
 import contextlib
 import ctypes
+import os
 import select
 import sys
 import time
@@ -90,6 +91,7 @@ class EngineServer(ServerProcess):
         command += passthrough  # a later flag wins
         env = {
             "OMP_NUM_THREADS": "1",
+            **_ranks_environment(config),
             MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
@@ -217,6 +219,19 @@ def max_total_tokens(config: EngineConfig) -> int | None:
     return None if count_gpus() else _CPU_TOTAL_TOKENS
 
 
+def _ranks_environment(config: EngineConfig) -> dict[str, str]:
+    """For an engine of several ranks. They send one another requests by their process group: SGLang's queue
+    would be a file in /dev/shm that stays there. On a CPU SGLang wants to know the cores of each rank."""
+    if config.engine_tp_size == 1:
+        return {}
+    no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+    if count_gpus():
+        return no_queue
+    cores = sorted(os.sched_getaffinity(0))
+    core_of_rank = [str(cores[rank % len(cores)]) for rank in range(config.engine_tp_size)]
+    return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
+
+
 def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     on_cpu = count_gpus() == 0
     flags = {
@@ -229,6 +244,8 @@ def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
         # info prints the server's arguments, keys included, and a line per prefill
         "log-level": "warning",
     }
+    if config.engine_tp_size > 1:
+        flags["tp-size"] = str(config.engine_tp_size)
     if on_cpu:
         flags |= _CPU_FLAGS
     total_tokens = max_total_tokens(config)

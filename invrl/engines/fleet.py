@@ -352,7 +352,9 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = RECEIVERS[self._weight_sync.weight_transport](name, client, self._weight_sync)
+        receiver = RECEIVERS[self._weight_sync.weight_transport](
+            name, client, self._weight_sync, num_ranks=self._config.engine_tp_size
+        )
         return Engine(server=server, client=client, receiver=receiver)
 
     def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:

@@ -4,7 +4,7 @@ Invariant: `sglang_on_cpu` is applied at module level, because SGLang's spawned 
 detokenizer) import the main module again and need it too. The server starts only under the `__main__` guard.
 
 Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
-interface, so an engine, which is one rank, gets a store in its memory instead.
+interface, so an engine's ranks get a store in a file instead, and an engine of one rank in its memory.
 
 SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes. Here it is a file in
 TMPDIR, which is the engine's own and goes with it.
@@ -30,7 +30,7 @@ from invrl.host import sglang_on_cpu
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-_RENDEZVOUS = "invrl-one-rank"
+_RENDEZVOUS = "invrl-engine"
 
 if __name__ == "__main__":
     # Until everything is imported: to look for garbage among 7,000 modules took 3 CPU-seconds.
@@ -41,23 +41,27 @@ sglang_on_cpu.make_importable()
 mask_keys_in_logs()
 
 
-def _one_rank(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
-    """A rendezvous handler for torch: (store, rank, world size) of a process group of one."""
+def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
+    """A rendezvous handler for torch: (store, rank, world size). The ranks of an engine meet in a file of
+    TMPDIR, which is the engine's own."""
     from urllib.parse import parse_qs, urlsplit
 
-    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-    world_size = parse_qs(urlsplit(url).query).get("world_size")
-    if world_size != ["1"]:
-        raise RuntimeError(f"an engine is one rank, but SGLang asks for a process group of {world_size}")
-    yield HashStore(), 0, 1
+    query = parse_qs(urlsplit(url).query)
+    world_size = int(query["world_size"][0])
+    if world_size == 1:
+        yield HashStore(), 0, 1
+    else:
+        store = FileStore(f"{tempfile.gettempdir()}/rendezvous", world_size)
+        yield store, int(query["rank"][0]), world_size
 
 
 def _stay_on_loopback() -> None:
     """To be called in every process of the engine, before SGLang makes its process group."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    register_rendezvous_handler(_RENDEZVOUS, _one_rank)
+    register_rendezvous_handler(_RENDEZVOUS, _rendezvous)
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
     # Gloo and NCCL listen even without peers, by default on the address of the host name.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

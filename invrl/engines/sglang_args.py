@@ -24,7 +24,7 @@ from invrl.errors import ConfigError
 _KEYS = "leave it out: random keys are made"
 _LOOPBACK = "leave it out: it listens on loopback, without TLS"
 _OWN_WEIGHTS = "leave it out: the engine must hold the trainer's own weights"
-_ONE_RANK = "leave it out: not yet, weight updates know engines of one rank on one machine"
+_ONE_DIVISION = "leave it out: weight updates know engines that --engine-tp-size divides, or none"
 _BOTH = "leave it out: every engine both prefills and decodes"
 _HTTP = "leave it out: an engine is a process of its own, called over HTTP at its root"
 _LEAVE_OUT = "leave it out"
@@ -55,8 +55,9 @@ SGLANG_OWNED = {
     **dict.fromkeys(("is_embedding", "encoder_only"), "leave it out: the engine must sample"),
     "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
-    **dict.fromkeys(("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size"), _ONE_RANK),
-    **dict.fromkeys(("moe_dp_size", "nnodes", "node_rank"), _ONE_RANK),
+    "tp_size": "use --engine-tp-size",
+    **dict.fromkeys(("pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size"), _ONE_DIVISION),
+    **dict.fromkeys(("nnodes", "node_rank"), "leave it out: an engine is on one machine"),
     **dict.fromkeys(("quantization", "quantization_param_path", "rl_quant_profile"), _OWN_WEIGHTS),
     **dict.fromkeys(("modelopt_", "enable_lora", "lora_"), _OWN_WEIGHTS),
     **dict.fromkeys(("fastapi_root_path", "use_ray", "grpc_mode", "smg_grpc_mode"), _HTTP),

@@ -5,10 +5,12 @@ Invariant: names, shapes and dtypes are checked inside the engine before any of 
 checksums, which the transaction compares with the trainer's. Only `commit` changes the version's name.
 
 With `ArenaReceiver` the engine copies from the trainer's shared memory, with `FolderReceiver` from a folder
-that the trainer wrote; with `DeltaReceiver` it applies what has changed. `BucketReceiver` uses SGLang's own
-flattened buckets. What runs inside the engine is `weights/in_engine.py`.
+that the trainer wrote; with `DeltaReceiver` it applies what has changed; with `BroadcastReceiver` it takes
+what the trainer sends to several engines at once. `BucketReceiver` uses SGLang's own flattened buckets. What
+runs inside the engine is `weights/in_engine.py`.
 """
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -25,13 +27,16 @@ from numpy.typing import NDArray
 
 from invrl.engines.engine_server import WEIGHT_LOADER
 from invrl.engines.sglang_client import SglangClient
-from invrl.errors import DeadlineError, LayoutError, WeightSyncError
+from invrl.errors import ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
-from invrl.weights.arena import ArenaHandle
+from invrl.weights.arena import ArenaHandle, hash_slot
+from invrl.weights.broadcast import GroupInvitation
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.delta_folder import DeltaHandle
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
+from invrl.weights.multilinear import checksums_of_ranks
+from invrl.weights.tensor_slice import EngineRank
 from invrl.weights.verification import ReadBack
 
 logger = logging.getLogger(__name__)
@@ -42,12 +47,17 @@ _ROOM_DEADLINE_S = 10.0
 class EngineReceiver(ABC):
     """What every transport shares; a transport implements `load`."""
 
-    def __init__(self, name: str, client: SglangClient, settings: WeightSyncConfig) -> None:
-        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes weights."""
+    def __init__(
+        self, name: str, client: SglangClient, settings: WeightSyncConfig, *, num_ranks: int = 1
+    ) -> None:
+        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes weights. `num_ranks`: the
+        processes of the engine, each of which has a slice of the weights."""
         self.name = name
         self._client = client
         self._settings = settings
         self._deadline_s = settings.weight_sync_timeout_s
+        self._num_ranks = num_ranks
+        self._checksums_add_up = num_ranks > 1
         self._aliases = settings.weight_arena == "alias"
         self._approved_layout: WeightLayout = ()
         self.is_paused = False
@@ -143,71 +153,110 @@ class EngineReceiver(ABC):
         arena: ArenaHandle | None = None,
         folder: str = "",
         chain: tuple[str, ...] = (),
+        broadcast: GroupInvitation | None = None,
         digest: bool = False,
     ) -> LoaderReply:
-        """Send one request to the loader inside the engine, within `_update`."""
-        import torch
-
+        """Send one request to the loader inside each rank of the engine, within `_update`. The checksums of
+        the reply are those of whole tensors."""
         with TemporaryDirectory(prefix="invrl-reply-") as reply_folder:
-            reply_path = f"{reply_folder}/{self.name}"
-            request = LoaderRequest(
-                reply_path=reply_path,
-                tensors=layout,
-                arena=arena,
-                alias=self._aliases,
-                folder=folder,
-                chain=chain,
-                digest=digest,
-            )
-            # The name of an empty tensor carries the request.
-            request_json = msgspec.json.encode(request).decode()
-            named_tensors = pickle.dumps([(request_json, torch.empty(0))])
-            await self._send(base64.b64encode(named_tensors).decode(), WEIGHT_LOADER)
-            return read_reply(reply_path)
+            requests = [
+                LoaderRequest(
+                    reply_path=f"{reply_folder}/{self.name}-{index}",
+                    rank=EngineRank(index=index, size=self._num_ranks),
+                    checksums_add_up=self._checksums_add_up,
+                    tensors=layout,
+                    arena=arena,
+                    alias=self._aliases,
+                    folder=folder,
+                    chain=chain,
+                    broadcast=broadcast,
+                    digest=digest,
+                )
+                for index in range(self._num_ranks)
+            ]
+            await self._send([_payload(request) for request in requests], WEIGHT_LOADER)
+            replies = [read_reply(request.reply_path) for request in requests]
+        if not self._checksums_add_up:
+            return replies[0]
+        return LoaderReply(checksums=checksums_of_ranks([reply.checksums for reply in replies]))
 
-    async def _send(self, payload: str, load_format: str) -> None:
+    async def _send(self, payloads: Sequence[str], load_format: str) -> None:
+        """A payload for each rank."""
         self.is_loading = True
         try:
             await self._client.update_weights_from_tensor(
-                [payload], load_format=load_format, deadline_s=self._deadline_s
+                payloads, load_format=load_format, deadline_s=self._deadline_s
             )
         finally:
             self.is_loading = False
 
 
+def _payload(request: LoaderRequest) -> str:
+    """SGLang takes pickled tensors by their names: the name of an empty tensor carries the request."""
+    import torch
+
+    request_json = msgspec.json.encode(request).decode()
+    named_tensors = pickle.dumps([(request_json, torch.empty(0))])
+    return base64.b64encode(named_tensors).decode()
+
+
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters, or points them at it.
 
-    The request that copies answers with checksums of what it wrote. With the first load, every n-th after it
-    (`weight_readback_every`), and one that follows a load which was not proved, it reads all parameters back
-    instead, when it has copied. A load that points the parameters at a slot always reads them back: it costs
-    no copy.
+    What proves a load, without reading the parameters back:
+
+    - copied: the request that copies answers with checksums of what it wrote;
+    - aliased: `check` has hashed the slot, outside of the engine and before the pause, and the engine says
+      which of its parameters lie there.
+
+    With the first load, every n-th after it (`weight_readback_every`), and one that follows a load which was
+    not proved, the engine reads all its parameters back instead. So it does where `check` was not called for
+    what an alias loads.
     """
 
-    def __init__(self, name: str, client: SglangClient, settings: WeightSyncConfig) -> None:
-        super().__init__(name, client, settings)
+    def __init__(
+        self, name: str, client: SglangClient, settings: WeightSyncConfig, *, num_ranks: int = 1
+    ) -> None:
+        super().__init__(name, client, settings, num_ranks=num_ranks)
         self._must_read_back = True
         self._loads_since_readback = 0
+        self._hashed: StagedWeights | None = None
+        """Whose slot holds the bytes that were staged, as `check` saw."""
         self._loaded: StagedWeights | None = None
         """What was loaded, until its checksums have been asked."""
         self._checksums_of_load: Mapping[str, str] = {}
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        _arena_of(staged).check()
+        """Where parameters alias a slot of the host's memory it raises ChecksumError, too, unless the slot
+        holds what was staged."""
+        arena = _arena_of(staged)
+        arena.check()
+        self._checksums_add_up = self._num_ranks > 1 or arena.cuda is not None
         await super().check(layout, staged)
+        if self._aliases and arena.cuda is None:
+            held = await asyncio.to_thread(hash_slot, arena, layout)
+            wrong = [name for name, value in held.items() if staged.checksums[name] != value]
+            if wrong:
+                reason = f"{len(wrong)} of {len(held)} tensors in the arena's slot are not what was staged"
+                raise ChecksumError(f"{reason}, {wrong[0]} first", engine=self.name)
+            self._hashed = staged
 
     async def load(self, staged: StagedWeights) -> None:
         self._loaded = None
         self._loads_since_readback += 1
         is_due = self._loads_since_readback == self._settings.weight_readback_every
-        reads_back = self._aliases or self._must_read_back or is_due
+        is_unhashed = self._aliases and self._hashed is not staged
+        reads_back = self._must_read_back or is_due or is_unhashed
         self._must_read_back = True  # unless this load is proved
         async with self._update():
             reply = await self._ask_loader(self._approved_layout, arena=_arena_of(staged), digest=reads_back)
-        self._must_read_back = reply.checksums != staged.checksums
+        checksums = reply.checksums
+        if self._aliases and not reads_back:
+            checksums = {name: staged.checksums[name] for name in reply.aliased}
+        self._must_read_back = checksums != staged.checksums
         if reads_back:
             self._loads_since_readback = 0
-        self._checksums_of_load = reply.checksums
+        self._checksums_of_load = checksums
         self._loaded = staged
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
@@ -240,6 +289,16 @@ class DeltaReceiver(EngineReceiver):
             await self._ask_loader(self._approved_layout, chain=handle.chain)
 
 
+class BroadcastReceiver(EngineReceiver):
+    """The engine receives a broadcast of the trainer, together with others (`weights/broadcast_loads.py`)."""
+
+    async def load(self, staged: StagedWeights) -> None:
+        """Raises BroadcastError, after which the engine may hold a mix, if the broadcast broke."""
+        invitation = msgspec.json.decode(staged.handle, type=GroupInvitation)
+        async with self._update():
+            await self._ask_loader(self._approved_layout, broadcast=invitation)
+
+
 class BucketReceiver(EngineReceiver):
     """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
 
@@ -250,12 +309,13 @@ class BucketReceiver(EngineReceiver):
         assert self._approved_layout, "load before check"
         async with self._update():
             for payload in json.loads(staged.handle):
-                await self._send(payload, "flattened_bucket")
+                await self._send([payload], "flattened_bucket")
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {
     "arena": ArenaReceiver,
     "bucket": BucketReceiver,
+    "collective": BroadcastReceiver,
     "delta": DeltaReceiver,
     "disk": FolderReceiver,
 }

@@ -279,8 +279,11 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             algorithm=config.algorithm,
             weight_dtype=config.engine.engine_dtype,
             transport=config.weight_sync.weight_transport,
+            arena_on_gpu=config.weight_sync.weight_arena_device == "cuda",
+            engine_ranks=config.engine.engine_tp_size,
             weight_folder=str(_weight_folder(config, folder)),
             weight_full_every=config.weight_sync.weight_full_every,
+            broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
             megatron=dict(config.megatron),
             seed=config.run.seed,
         )

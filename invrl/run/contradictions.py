@@ -72,9 +72,22 @@ def _weight_sync(config: Config) -> Contradictions:
     if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
         reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
         yield "weight_sync.weight_arena", reason, "leave --weight-transport or --weight-arena out"
+    if weight_sync.weight_arena_device != "cpu":
+        if weight_sync.weight_transport != "arena":
+            reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
+            yield "weight_sync.weight_arena_device", reason, "leave --weight-transport or this out"
+        if weight_sync.weight_arena == "alias":
+            reason = "SGLang's CUDA graphs compute with the memory that they were captured with"
+            yield "weight_sync.weight_arena", reason, "leave it out: engines copy within the GPU"
     if weight_sync.weight_folder and weight_sync.weight_transport not in ("disk", "delta"):
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
         yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"
+    if config.engine.engine_tp_size > 1:
+        reason = "the processes of an engine take their slices of the weights from the arena, and copy them"
+        if weight_sync.weight_transport != "arena":
+            yield "weight_sync.weight_transport", reason, "leave it out, or --engine-tp-size"
+        if weight_sync.weight_arena != "copy":
+            yield "weight_sync.weight_arena", reason, "leave it out, or --engine-tp-size"
     default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default
     if weight_sync.weight_drain_timeout_s != default_s and weight_sync.weight_update_inflight != "drain":
         reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"

@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
 from invrl.errors import InvrlError, WeightSyncError
-from invrl.interfaces import WeightSender
 from invrl.run.config import Config
+from invrl.train.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
-from invrl.weights.transaction import CanaryBound, Committed, WeightTransaction
+from invrl.weights.broadcast_loads import BroadcastLoads
+from invrl.weights.transaction import CanaryBound, Committed, WeightTransaction, load_alone
 from invrl.weights.verification import EngineVerification, Verification, compare
 
 _CANARY_TEXTS = (
@@ -25,9 +26,12 @@ _CANARY_TEXTS = (
 _CANARY_TOKENS = 32
 
 
-def create_weight_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "WeightUpdater":
+def create_weight_updater(config: Config, sender: TrainHandle, fleet: Fleet) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes."""
     settings = config.weight_sync
+    load = load_alone
+    if settings.weight_transport == "collective":
+        load = BroadcastLoads(sender, timeout_s=settings.broadcast_timeout_s).load
     drains = settings.weight_update_inflight == "drain"
     transaction = WeightTransaction(
         sender,
@@ -37,6 +41,7 @@ def create_weight_updater(config: Config, sender: WeightSender, fleet: Fleet) ->
         deadline_s=settings.weight_sync_timeout_s,
         drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
         is_rolling=settings.weight_update == "rolling",
+        load=load,
     )
     return WeightUpdater(transaction, fleet)
 

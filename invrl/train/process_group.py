@@ -13,15 +13,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore
 
-from invrl.train import device
-from invrl.train.rank_settings import RankSettings
-from invrl.train.rendezvous import (
+from invrl.host.rendezvous import (
     interface_towards,
     join_store,
     refuse_newcomers,
     refuse_strangers,
     serve_store,
 )
+from invrl.train import device
+from invrl.train.rank_settings import RankSettings
 
 
 def any_rank(flag: bool) -> bool:

@@ -3,15 +3,15 @@
 `TrainRank` is a plain class: tests run it without Ray, and `train_actor.py` wraps it as a Ray actor.
 
 Invariant: every rank makes the same calls in the same order, because the ranks meet in collectives. Only
-`layout` and `batches_trained` run on one rank alone; `logprobs`, `stage` and `export_hugging_face` run on all
-ranks that hold the first copy of the model.
+`layout`, `offer` and `batches_trained` run on one rank alone; `logprobs`, `stage` and `export_hugging_face`
+run on all ranks that hold the first copy of the model.
 `device.prepare()` must run before Megatron is imported, so modules that import Megatron are imported inside
 functions.
 """
 
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +26,7 @@ from invrl.file_entry import FileEntries
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Max, Metric
 from invrl.train import device
+from invrl.train.arena_parts import stage_first, stage_other
 from invrl.train.delta_folders import DeltaFolders
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
@@ -37,7 +38,8 @@ from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import WeightVersion
-from invrl.weights.arena import ArenaWriter
+from invrl.weights.arena import ArenaWriter, slot_hash
+from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender
 
 if TYPE_CHECKING:
@@ -181,14 +183,33 @@ class TrainRank:
     def stage(self, version: WeightVersion) -> StagedWeights | None:
         """Writes the current weights, under Hugging Face names, where the engines can read them. The weights
         staged before stay whole until the next call. None on the ranks that only give their parts."""
+        first, *others = self._weights.ranks
+        if others and self._settings.transport == "arena":
+            parts = self._weights.own_parts(self._served_dtype)
+            if not self._weights.collects:
+                stage_other(self.layout(), parts, first, self._slot_hash)
+                return None
+            assert isinstance(self._transport, ArenaWriter), "the transport is the arena"
+            return stage_first(self._transport, version, self.layout(), parts, others)
         weights = self._weights.export(self._served_dtype)
         if not self._weights.collects:
             _exhaust(weights)
             return None
         return self._transport.stage(version, weights)
 
+    @property
+    def _slot_hash(self) -> Callable[[torch.Tensor], str]:
+        several_ranks = self._settings.engine_ranks > 1
+        return slot_hash(checksums_add_up=several_ranks, on_gpu=self._settings.arena_on_gpu)
+
+    def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        """As `Broadcaster.offer`. Only with the transport `collective`, on the rank that has staged."""
+        broadcaster = self._transport
+        assert isinstance(broadcaster, Broadcaster), "other transports need one end at a time"
+        return broadcaster.offer(version, engines)
+
     @cached_property
-    def _transport(self) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders:
+    def _transport(self) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
         """The trainer's end of the weight transport; the engines' ends are in `engines/weight_receiver.py`.
         Created at the first use, so that only the rank that sends allocates its memory."""
         match self._settings.transport:
@@ -199,8 +220,15 @@ class TrainRank:
             case "delta":
                 folder = Path(self._settings.weight_folder)
                 return DeltaFolders(self.layout(), folder, full_every=self._settings.weight_full_every)
+            case "collective":
+                timeout_s = self._settings.broadcast_timeout_s
+                return Broadcaster(self.layout(), host=self._settings.master_addr, timeout_s=timeout_s)
             case _:
-                return ArenaWriter(self.layout())
+                return ArenaWriter(
+                    self.layout(),
+                    checksums_add_up=self._settings.engine_ranks > 1,
+                    device=device.device() if self._settings.arena_on_gpu else None,
+                )
 
     def save_checkpoint(self, path: str) -> FileEntries:
         """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or

@@ -29,9 +29,15 @@ class RankSettings:
     weight_dtype: str
     """The dtype in which the engines hold the weights, by torch's name."""
     transport: str = "arena"
+    engine_ranks: int = 1
+    """Processes of each engine that share its weights out."""
+    arena_on_gpu: bool = False
+    """The transport `arena` takes memory of this rank's GPU, not of the host."""
     weight_folder: str = ""
     weight_full_every: int = 1
     """Where the transport `disk` writes: a folder for it alone."""
+    broadcast_timeout_s: float = 10.0
+    """With the transport `collective`: for the engines to join, and then for each bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

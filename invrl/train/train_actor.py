@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from invrl.file_entry import FileEntries
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
+from invrl.host.rendezvous import listen
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.rendezvous import listen
 from invrl.train.sharding import Shard
 from invrl.types import WeightVersion
 
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 class TrainActor:
-    """Runs all calls in one worker thread, one at a time, so that `beat` can answer meanwhile.
+    """Runs all calls but `offer` in one worker thread, one at a time, so that `beat` can answer meanwhile.
 
     The model is built by `start`, not by the constructor: creating the actor is quick, and all ranks exist
     before they wait for each other. The other methods are those of `TrainRank`.
@@ -74,6 +74,10 @@ class TrainActor:
 
     async def stage(self, version: WeightVersion) -> StagedWeights | None:
         return await self._in_worker(self._rank.stage, version)
+
+    async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        """Beside what the worker does, which may be a training step."""
+        return self._rank.offer(version, engines)
 
     async def save_checkpoint(self, path: str) -> FileEntries:
         return await self._in_worker(self._rank.save_checkpoint, path)

@@ -121,6 +121,12 @@ class TrainHandle:
         assert staged is not None, "the first rank of a copy collects its weights"
         return staged
 
+    async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        """As `Broadcaster.offer`."""
+        ranks = [self._layout.model_copy(0)[0]]
+        answers = await self._call(ranks, self._step_timeout_s, TrainActor.offer, version, engines)
+        return answers[ranks[0]]
+
     async def save_checkpoint(self, path: str) -> FileEntries:
         return _merged(await self._call_all(TrainActor.save_checkpoint, path))
 

@@ -2,7 +2,8 @@
 
 A rank reads only the layers of its pipeline stage, the experts that it has, and its own part of a tensor
 that tensor-parallel ranks divide. To export, the ranks that hold one copy of the model send their parts to
-the first of them, bucket by bucket, so that no process ever holds a second model.
+the first of them, bucket by bucket, so that no process ever holds a second model. Into the arena each writes
+its own parts (`arena_parts.py`).
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same names.
 Imported after `device.prepare()`.
@@ -29,6 +30,7 @@ from invrl.train.families.registry import FAMILIES
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.parallel.partitions import parameters_of
 from invrl.types import TensorSpec
+from invrl.weights.tensor_slice import TensorPart
 
 BUCKET_BYTES = 64 << 20
 """What a rank sends at a time, or one parameter if that is larger."""
@@ -159,6 +161,28 @@ class ReplicaWeights:
             if self.collects:
                 for name, parameter in bucket.items():
                     yield from _assemble(parameter, parts[name], self._config)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of this copy of the model; the first collects."""
+        return self._ranks
+
+    def own_parts(self, dtype: torch.dtype) -> Iterator[TensorPart]:
+        """Of each tensor what this rank has, in `dtype`. The parts of all ranks are the model, each element
+        once. Parts are views of the model's memory where they can be."""
+        for parameter in parameters(self._config):
+            holding = self._holdings[parameter.megatron]
+            if self._rank not in holding.ranks:
+                continue
+            own = self._own_parameters[parameter.megatron].detach()
+            converted = own.to(_exported_dtype(parameter, dtype))
+            groups = _own_groups(self._config)
+            pieces = split(parameter.fusion, converted, groups=groups, head_dim=self._config.head_dim)
+            dimension = parameter.divided_dimension or 0
+            index = holding.ranks.index(self._rank)
+            for name, piece in zip(parameter.hugging_face, pieces, strict=True):
+                start = index * piece.shape[dimension] if piece.dim() else 0
+                yield TensorPart(name=name, values=piece, dimension=dimension, start=start)
 
     def _exchange_holdings(self, layout: ParallelLayout) -> dict[str, _Holding]:
         """By the parameter's name."""

@@ -2,7 +2,9 @@
 
 The arena is one memfd with two slots of equal layout. Engines map it as `/proc/<trainer's pid>/fd/<n>` and
 keep it mapped. So an update moves no bytes except for the copy into the engine's parameters, and nothing is
-left on the machine after kill -9 of every process.
+left on the machine after kill -9 of every process. Its size is sealed: a reader of what had been cut off
+would be killed. On a GPU the slots are CUDA memory that engines open once (`cuda_memory.py`), and the memfd
+is empty: it is what the leases of the slots are on.
 
 Invariant: the slot of the weights staged last stays whole while the next version is written into the other
 slot. Staging the same version again (after a failed update) rewrites its own slot. No slot is written while
@@ -13,18 +15,24 @@ Imports torch only where tensors are touched.
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import structs
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
+from invrl.weights.cuda_memory import CudaHandle, allocate, open_memory
+from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_spec import copy_hashed, num_bytes
+from invrl.weights.tensor_spec import checksum, copy_hashed, num_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +50,12 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     inode: int
     slot: int
+    cuda: CudaHandle | None = None
+    """Where the slots are; None: in the file at `path`."""
+
+    def at(self, slot: int) -> ArenaHandle:
+        """Another slot of the same arena."""
+        return structs.replace(self, slot=slot)
 
     def check(self) -> None:
         """Raises WeightSyncError if the arena is gone, or if another one has its path."""
@@ -61,8 +75,31 @@ def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tup
     """
     import torch
 
+    size = _arena_bytes(layout)
+    memory = torch.from_file(path, shared=writable, size=size, dtype=torch.uint8)
+    return _slots_of(memory, layout)
+
+
+def open_arena(arena: ArenaHandle, layout: WeightLayout, *, writable: bool = False) -> tuple[Slot, Slot]:
+    """As `map_arena`, for an arena of another process. Raises WeightSyncError if it is gone, another one, or
+    on a GPU that this process does not see, LayoutError if it has another size than the layout."""
+    arena.check()
+    if arena.cuda is None:
+        return map_arena(arena.path, layout, writable=writable)
+    if arena.cuda.num_bytes != _arena_bytes(layout):
+        reason = f"it has {arena.cuda.num_bytes} bytes, the layout takes {_arena_bytes(layout)}"
+        raise LayoutError(f"the weight arena is not of this layout: {reason}")
+    return _slots_of(open_memory(arena.cuda), layout)
+
+
+def _arena_bytes(layout: WeightLayout) -> int:
+    return 2 * slot_layout(layout).num_bytes
+
+
+def _slots_of(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
+    import torch
+
     sizes = slot_layout(layout)
-    memory = torch.from_file(path, shared=writable, size=2 * sizes.num_bytes, dtype=torch.uint8)
 
     def slot(slot_start: int) -> Slot:
         views: Slot = {}
@@ -76,41 +113,97 @@ def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tup
     return slot(0), slot(sizes.num_bytes)
 
 
+def slot_hash(*, checksums_add_up: bool, on_gpu: bool) -> Callable[[torch.Tensor], str]:
+    """How the tensors of a slot are hashed."""
+    return checksum_of_whole if checksums_add_up or on_gpu else checksum
+
+
+@lru_cache(maxsize=1)
+def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> tuple[Slot, Slot]:
+    """The slots of an arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
+    import torch
+
+    # SGLang calls its loader in inference mode. A parameter that pointed at a tensor of that mode could not
+    # be written outside of it.
+    with torch.inference_mode(mode=False):
+        return open_arena(first_slot, layout)
+
+
+def mapped_slot(arena: ArenaHandle, layout: WeightLayout) -> Slot:
+    """A slot to read, under a `SlotLease`. Raises as `open_arena` does."""
+    return _mapped(arena.at(0), layout)[arena.slot]  # both slots share one mapping
+
+
+def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
+    """Checksums of the tensors of a slot in the host's memory. Raises WeightSyncError if the arena is gone,
+    or if the slot is being written."""
+    slot = mapped_slot(arena, layout)
+    with SlotLease(arena.path, arena.slot, writes=False):
+        return {name: checksum(tensor) for name, tensor in slot.items()}
+
+
 class ArenaWriter:
     """The trainer's end. It owns the memory, which lives as long as this process keeps the writer."""
 
-    def __init__(self, layout: WeightLayout) -> None:
-        descriptor = os.memfd_create("invrl-weights")
+    def __init__(
+        self, layout: WeightLayout, *, checksums_add_up: bool = False, device: torch.device | None = None
+    ) -> None:
+        """`checksums_add_up`: for engines of several ranks, which hash slices (`multilinear.py`). `device`: a
+        GPU whose memory takes the slots; None for the host's."""
+        self.hash_tensor = slot_hash(checksums_add_up=checksums_add_up, on_gpu=device is not None)
+        descriptor = os.memfd_create("invrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._slots = map_arena(self._path, layout, writable=True)
+        self._cuda: CudaHandle | None = None
+        if device is None:
+            self._slots = map_arena(self._path, layout, writable=True)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        else:
+            memory, self._cuda = allocate(_arena_bytes(layout), device)
+            self._slots = _slots_of(memory, layout)
         self._slot = 1
         self._version: WeightVersion | None = None
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Write each tensor of the layout once, in any order, from any device. Waits for engines that read
         the slot. Raises LayoutError, and WeightSyncError if an engine reads the slot for too long."""
-        slot = 1 - self._slot
+        with self.writing(version) as (place, slot):
+            # A checksum is of bytes that have been read back, so on a GPU too all is written at the end.
+            checksums = _write(tensors, slot, self.hash_tensor)
+        return self.staged(version, place, checksums)
+
+    @contextmanager
+    def writing(self, version: WeightVersion) -> Iterator[tuple[ArenaHandle, Slot]]:
+        """The slot for this version, which may be written and hashed within the block, also by others that
+        open it. `staged` follows. Waits and raises WeightSyncError as `stage` does."""
+        number = 1 - self._slot
         if version == self._version:  # a failed update is tried again
-            slot = self._slot
-        views = self._slots[slot]
-        with SlotLease(self._path, slot, writes=True, wait_s=_SLOT_FREE_WITHIN_S):
-            checksums = _write(tensors, views)
-        missing = [name for name in views if name not in checksums]
+            number = self._slot
+        inode = os.stat(self._path).st_ino
+        handle = ArenaHandle(path=self._path, inode=inode, slot=number, cuda=self._cuda)
+        with SlotLease(self._path, number, writes=True, wait_s=_SLOT_FREE_WITHIN_S):
+            yield handle, self._slots[number]
+
+    def staged(
+        self, version: WeightVersion, handle: ArenaHandle, checksums: Mapping[str, str]
+    ) -> StagedWeights:
+        """What was written under `writing`. Raises LayoutError if a tensor is missing."""
+        slot = self._slots[handle.slot]
+        missing = [name for name in slot if name not in checksums]
         if missing:
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
-        self._slot = slot
+        self._slot = handle.slot
         self._version = version
-        inode = os.stat(self._path).st_ino
-        handle = ArenaHandle(path=self._path, inode=inode, slot=slot)
         return StagedWeights(
             version=version,
             handle=msgspec.json.encode(handle).decode(),
             checksums=checksums,
-            num_bytes=sum(view.nbytes for view in views.values()),
+            num_bytes=sum(view.nbytes for view in slot.values()),
         )
 
 
-def _write(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> dict[str, str]:
+def _write(
+    tensors: Iterable[tuple[str, torch.Tensor]], views: Slot, hash_tensor: Callable[[torch.Tensor], str]
+) -> dict[str, str]:
     """Writes each tensor to its place in the slot. Returns checksums of the places. Raises LayoutError."""
     checksums: dict[str, str] = {}
     for name, tensor in tensors:
@@ -123,5 +216,5 @@ def _write(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> dict[str
             staged = f"{tensor.dtype} {tuple(tensor.shape)}"
             wanted = f"{view.dtype} {tuple(view.shape)}"
             raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
-        checksums[name] = copy_hashed(view, tensor)
+        checksums[name] = copy_hashed(view, tensor, hash_tensor)
     return checksums

@@ -6,13 +6,16 @@ from pydantic import Field
 
 from invrl.section import Section
 
+_WAITS_OF_A_BROADCAST = 30
+"""That fit into the deadline of a phase."""
+
 
 class WeightSyncConfig(Section):
     """How new weights reach the engines, and what proves that they are there."""
 
-    weight_transport: Literal["arena", "bucket", "disk", "delta"] = Field(
+    weight_transport: Literal["arena", "bucket", "disk", "delta", "collective"] = Field(
         "arena",
-        description="'arena': shared memory; 'bucket': SGLang's; 'disk': files; 'delta': files of changes",
+        description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': gloo",
     )
     weight_folder: str = Field(
         "", description="'disk', 'delta': where engines find the weights; '': in the run folder"
@@ -33,9 +36,18 @@ class WeightSyncConfig(Section):
     weight_arena: Literal["copy", "alias"] = Field(
         "copy", description="'arena': engines copy the weights, or compute with the shared memory itself"
     )
+    weight_arena_device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="'arena': in the host's memory, or in a GPU's, opened by CUDA IPC"
+    )
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
     )
     weight_readback_every: int = Field(
         10, ge=0, description="'arena': read an engine's weights back at every n-th update; 0: the first"
     )
+
+    @property
+    def broadcast_timeout_s(self) -> float:
+        """'collective': for the engines to join, and then for each bucket. An engine that hangs leaves time
+        for a second broadcast, to the others."""
+        return self.weight_sync_timeout_s / _WAITS_OF_A_BROADCAST

@@ -16,18 +16,18 @@ value. Nothing is written before the whole layout has been checked.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import structs
 
-from invrl.errors import InvrlError, LayoutError, WeightSyncError
+from invrl.errors import BroadcastError, InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
-from invrl.weights.arena import ArenaHandle, map_arena
+from invrl.weights.arena import ArenaHandle, mapped_slot
+from invrl.weights.broadcast import GroupInvitation, receive_weights
 from invrl.weights.delta_folder import load_chain
 from invrl.weights.engine_parameters import (
     EXPERTS,
@@ -36,8 +36,10 @@ from invrl.weights.engine_parameters import (
     tensors_of,
     tensors_of_expert,
 )
+from invrl.weights.multilinear import checksum_of_slice
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
+from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
 from invrl.weights.tensor_spec import checksum, copy_hashed
 from invrl.weights.weight_folder import read_folder
 
@@ -46,12 +48,16 @@ if TYPE_CHECKING:
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`) or a chain of them (if
-    `chain`), read back what is served (if `digest`)."""
+    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`), a chain of them (if
+    `chain`) or what is broadcast (if `broadcast`), read back what is served (if `digest`)."""
 
     reply_path: str
     """The file for the reply to this request alone."""
     tensors: WeightLayout
+    """Whole tensors, also where the rank holds slices of them."""
+    rank: EngineRank = EngineRank()
+    checksums_add_up: bool = False
+    """Hash with `multilinear.py`: for `checksums_of_ranks`, also if there is one rank."""
     arena: ArenaHandle | None = None
     alias: bool = False
     """Point the parameters at the slot instead of copying. Without `arena`: check whether they can be."""
@@ -59,15 +65,19 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """As `read_folder` takes it."""
     chain: tuple[str, ...] = ()
     """As `load_chain` takes it."""
+    broadcast: GroupInvitation | None = None
     digest: bool = False
 
 
 class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     error_is_layout: bool = False
+    error_is_broadcast: bool = False
     checksums: dict[str, str] = {}
     """By tensor: of the parameters as read back, or, without `digest`, of what was copied into them. An alias
     writes nothing, and so has none without `digest`."""
+    aliased: tuple[str, ...] = ()
+    """The tensors whose place in the parameters is their place in the slot, after an alias."""
 
 
 def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
@@ -125,34 +135,30 @@ def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row:
         raise LayoutError(f"{spec.name}: {spec.dtype} {spec.shape} does not fit {rows}")
 
 
-@lru_cache(maxsize=1)
-def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[str, torch.Tensor]]:
-    """The slots of the arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
-    import torch
-
-    first_slot.check()
-    # SGLang calls the loader in inference mode. A parameter that pointed at a tensor of that mode could not
-    # be written outside of it.
-    with torch.inference_mode(mode=False):
-        return map_arena(first_slot.path, layout)
-
-
 def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     parameters = dict(model.named_parameters())
-    places = plan(parameters, request.tensors)
+    slices = _slices(model, parameters, request)
+    own_tensors = [slices[spec.name].spec_of(spec) for spec in request.tensors]
+    places = plan(parameters, own_tensors)
+    hashes = _hashes(request, slices)
     if request.alias:
         _check_alias(model, parameters, places, request.tensors)
     checksums: dict[str, str] = {}
+    aliased: tuple[str, ...] = ()
     if request.arena is not None:
-        slot = _slot(request.arena, request.tensors)
+        slot = mapped_slot(request.arena, request.tensors)
         if request.alias:
             views = _aliases(parameters, slot)
             lease = SlotLease(request.arena.path, request.arena.slot, writes=False)
             _point_at(model, views, lease)
-            places = plan(parameters, request.tensors)
+            places = plan(parameters, own_tensors)
+            aliased = tuple(name for name, place in places.items() if _is_same_memory(place, slot[name]))
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
-                checksums = {name: copy_hashed(place, slot[name]) for name, place in places.items()}
+                checksums = {
+                    name: copy_hashed(place, slices[name].of(slot[name]), hashes[name])
+                    for name, place in places.items()
+                }
             _compute_derived(model)
     elif request.folder:
         tensors = read_folder(request.folder, request.tensors)
@@ -161,9 +167,51 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     elif request.chain:
         load_chain(request.chain, request.tensors, places)
         _compute_derived(model)
+    elif request.broadcast is not None:
+        receive_weights(request.broadcast, request.tensors, places)
+        _compute_derived(model)
     if request.digest:
-        checksums = {name: checksum(place) for name, place in places.items()}
-    return LoaderReply(checksums=checksums)
+        checksums = {name: hashes[name](place) for name, place in places.items()}
+    return LoaderReply(checksums=checksums, aliased=aliased)
+
+
+def _slices(
+    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], request: LoaderRequest
+) -> dict[str, TensorSlice]:
+    """What this rank holds of each tensor of the layout. Raises LayoutError."""
+    specs = {spec.name: spec for spec in request.tensors}
+    slices = {spec.name: TensorSlice.whole(spec.shape) for spec in request.tensors}
+    if request.rank.size == 1:
+        return slices
+    if request.alias or request.folder or request.chain:
+        raise LayoutError("an engine of several ranks takes its slices from the arena, in the mode copy")
+    _check_rank(model, request.rank)
+    for name, whole_parameter in parameters.items():
+        for parameter, parts in _blocks_of(name, whole_parameter):
+            if all(part in specs for part in parts):  # `plan` says what is missing
+                parts_specs = [specs[part] for part in parts]
+                slices |= slices_of_rank(name, parameter.shape, parts_specs, request.rank)
+    return slices
+
+
+def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
+    """Raises LayoutError if SGLang's layers are another rank than the request is for."""
+    for module in model.modules():
+        index = getattr(module, "tp_rank", rank.index)
+        if getattr(module, "tp_size", 1) == rank.size and index != rank.index:
+            raise LayoutError(f"the request for rank {rank.index} of the engine has reached rank {index}")
+
+
+def _hashes(
+    request: LoaderRequest, slices: Mapping[str, TensorSlice]
+) -> Mapping[str, Callable[[torch.Tensor], str]]:
+    """How to hash what this rank holds of each tensor."""
+    if not request.checksums_add_up:
+        return {spec.name: checksum for spec in request.tensors}
+    return {
+        spec.name: partial(checksum_of_slice, place=slices[spec.name], whole_shape=spec.shape)
+        for spec in request.tensors
+    }
 
 
 def _compute_derived(model: torch.nn.Module) -> None:
@@ -173,9 +221,8 @@ def _compute_derived(model: torch.nn.Module) -> None:
         compute_derived()
 
 
-def _slot(arena: ArenaHandle, layout: WeightLayout) -> Mapping[str, torch.Tensor]:
-    first_slot = structs.replace(arena, slot=0)  # both slots share one mapping
-    return _mapped(first_slot, layout)[arena.slot]
+def _is_same_memory(place: torch.Tensor, other: torch.Tensor) -> bool:
+    return place.data_ptr() == other.data_ptr() and place.is_contiguous() and place.shape == other.shape
 
 
 def _check_alias(
@@ -192,8 +239,8 @@ def _check_alias(
         raise _not_aliased("SGLang has packed the weights for AMX")
     offsets = slot_layout(layout).offsets
     for name, parameter in parameters.items():
-        if not (parameter.is_cpu and parameter.is_contiguous()):
-            raise _not_aliased(f"{name} is not in the CPU's memory in one piece")
+        if not parameter.is_contiguous():
+            raise _not_aliased(f"{name} is not in memory in one piece")
         blocks = _blocks_of(name, parameter)
         tensors = [tensor for _, parts in blocks for tensor in parts]
         rows = sum(places[tensor].shape[0] for tensor in tensors if places[tensor].dim())
@@ -216,6 +263,11 @@ def _aliases(
     views: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         first_tensor = _blocks_of(name, parameter)[0][1][0]
+        if slot[first_tensor].device != parameter.device:
+            device = slot[first_tensor].device
+            raise _not_aliased(
+                f"{name} is in the memory of {parameter.device}, the arena in that of {device}"
+            )
         views[name] = slot[first_tensor].as_strided(parameter.shape, parameter.stride())
     return views
 
@@ -228,10 +280,18 @@ def _point_at(model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: 
     """From here on the trainer may write the slot that the model pointed at before."""
     for name, parameter in model.named_parameters():
         parameter.data = views[name]
+    if any(view.is_cuda for view in views.values()):
+        _wait_for_kernels()  # some may still read the slot of before
     before = _leases.pop(id(model), None)
     _leases[id(model)] = lease
     if before is not None:
         before.release()
+
+
+def _wait_for_kernels() -> None:
+    import torch
+
+    torch.cuda.synchronize()
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -246,7 +306,11 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         text = repr(error)
         if isinstance(error, InvrlError):
             text = str(error)
-        reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
+        reply = LoaderReply(
+            error=text,
+            error_is_layout=isinstance(error, LayoutError),
+            error_is_broadcast=isinstance(error, BroadcastError),
+        )
     body = msgspec.json.encode(reply)
     with contextlib.suppress(OSError):
         Path(request.reply_path).write_bytes(body)
@@ -255,7 +319,8 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 def read_reply(path: str) -> LoaderReply:
     """Read a reply from its file.
 
-    Raises LayoutError or WeightSyncError with the engine's own error, WeightSyncError if there is no reply.
+    Raises LayoutError, BroadcastError or WeightSyncError with the engine's own error, and WeightSyncError if
+    there is no reply.
     """
     try:
         body = Path(path).read_bytes()
@@ -264,6 +329,8 @@ def read_reply(path: str) -> LoaderReply:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
     if reply.error and reply.error_is_layout:
         raise LayoutError(reply.error)
+    if reply.error and reply.error_is_broadcast:
+        raise BroadcastError(reply.error)
     if reply.error:
         raise WeightSyncError(reply.error)
     return reply

@@ -47,6 +47,11 @@ Phase = Literal["prepare", "pause", "load", "commit", "resume", "canary"]
 _SHORT_PHASES = ("pause", "commit", "resume")
 _SHORT_PHASE_DEADLINE_S = 60.0
 Call = Callable[[WeightReceiver], Awaitable[None]]
+Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
+
+
+async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
+    await receiver.load(staged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,8 @@ class Committed:
 
     staged: StagedWeights
     layout: WeightLayout
+    canary_prompts: Sequence[Sequence[int]]
+    """What an engine is asked to prove that it computes with these weights as the trainer does."""
     canary: NDArray[np.float32] | None = None
     """The trainer's log-probs of the canary prompts under these weights, one prompt after another. None until
     the update's canary has been asked, and where there are no canary prompts."""
@@ -81,7 +88,11 @@ class Committed:
 
 @dataclass(slots=True, eq=False)
 class WeightTransaction:
-    """Runs updates, one at a time, and remembers the weights staged last, to go back to."""
+    """Runs updates, one at a time, and remembers the weights staged last, to go back to.
+
+    The first update asks all canary prompts, a later one asks one of them, in turn: while an engine answers,
+    its agents wait, and a layer or a parameter that is computed wrongly shows in each prompt.
+    """
 
     sender: WeightSender
     receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
@@ -96,6 +107,8 @@ class WeightTransaction:
     """How much longer a pause may take, because engines first end what they generate."""
     is_rolling: bool = False
     """Engines are updated one after the other, while the others generate; else all together."""
+    load: Load = load_alone
+    """Loads into one engine. Several that begin together may share what they do (`broadcast_loads.py`)."""
     committed: Committed | None = field(default=None, init=False)
     """None before the first update."""
     _newcomers: Newcomers = field(init=False)
@@ -122,7 +135,8 @@ class WeightTransaction:
             if not update.receivers:
                 raise WeightSyncError("the fleet has no engine to update")
             await update.call_each("prepare", lambda engine: engine.check(layout, staged))
-            new = Committed(staged=staged, layout=layout)
+            prompts = self._canary_prompts_of(version)
+            new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
             if self.is_rolling:
                 await self._give_one_by_one(update, new)
             else:
@@ -145,7 +159,7 @@ class WeightTransaction:
             update.paused = True
             await update.call_each("pause", lambda engine: engine.pause())
             update.touched = True
-            await update.call_each("load", lambda engine: load_verified(engine, staged))
+            await update.call_each("load", lambda engine: load_verified(engine, staged, self.load))
             await update.call_each("commit", lambda engine: engine.commit(staged.version))
         except BaseException as error:  # cancellation too: no engine may stay paused or mixed
             unrestored = await self._roll_back(update, old)
@@ -248,11 +262,11 @@ class WeightTransaction:
             async with asyncio.timeout(self.deadline_s + self.drain_timeout_s):
                 await engine.check(committed.layout, staged)
                 await engine.pause()  # what it has cached is of other weights
-                await load_verified(engine, staged)
+                await load_verified(engine, staged, self.load)
                 await engine.commit(staged.version)
                 await engine.resume()
                 if committed.canary is not None:
-                    served = await engine.logprobs(self.canary_prompts)
+                    served = await engine.logprobs(committed.canary_prompts)
                     difference = np.concatenate(served) - committed.canary
                     self._check_gap(engine.name, difference, staged.version)
         except TimeoutError:
@@ -287,7 +301,7 @@ class WeightTransaction:
         if update.touched:
             if old is None:
                 return tuple(engine.name for engine in update.receivers)
-            await update.try_each("load", lambda engine: load_verified(engine, old.staged))
+            await update.try_each("load", lambda engine: load_verified(engine, old.staged, self.load))
             await update.try_each("commit", lambda engine: engine.commit(old.staged.version))
         if update.paused:
             await update.try_each("resume", lambda engine: engine.resume())
@@ -300,25 +314,36 @@ class WeightTransaction:
         update.seconds["paused"] = max(paused_s, update.seconds.get("paused", 0.0))
         update.raise_if_all_lost()
 
+    def _canary_prompts_of(self, version: WeightVersion) -> Sequence[Sequence[int]]:
+        if self.committed is None or not self.canary_prompts:
+            return self.canary_prompts
+        return [self.canary_prompts[version % len(self.canary_prompts)]]
+
     async def _check_canary(self, update: _Update) -> None:
-        """Ask the engines of the update. Raises CanaryError beyond the bound."""
-        if not self.canary_prompts:
-            return
+        """Ask the engines of the update and the trainer side by side. Raises CanaryError beyond the bound."""
         committed = self.committed
         assert committed is not None, "the canary follows a commit"
-        expected = committed.canary
-        if expected is None:
-            with timed(update.seconds, "trainer_canary"):
-                trained = await self.sender.logprobs(self.canary_prompts)
-            expected = np.concatenate(trained)
+        prompts = committed.canary_prompts
+        if not prompts:
+            return
         served: dict[str, NDArray[np.float32]] = {}
 
         async def ask(engine: WeightReceiver) -> None:
-            logprobs = await engine.logprobs(self.canary_prompts)
-            served[engine.name] = np.concatenate(logprobs)
+            served[engine.name] = np.concatenate(await engine.logprobs(prompts))
 
-        await update.try_each("canary", ask)
-        update.raise_if_all_lost()
+        async def trained() -> NDArray[np.float32]:
+            if committed.canary is not None:
+                return committed.canary
+            with timed(update.seconds, "trainer_canary"):
+                return np.concatenate(await self.sender.logprobs(prompts))
+
+        asking_trainer = asyncio.ensure_future(trained())
+        try:
+            await update.try_each("canary", ask)
+            update.raise_if_all_lost()
+            expected = await asking_trainer
+        finally:
+            asking_trainer.cancel()
         for name, logprobs in served.items():
             max_gap, mean_gap = self._check_gap(name, logprobs - expected, committed.staged.version)
             update.max_gaps.append(max_gap)
@@ -438,9 +463,9 @@ class _Update:
         return failures
 
 
-async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None:
+async def load_verified(receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone) -> None:
     """Load, then raise ChecksumError unless the engine's parameters hash to what was sent."""
-    await receiver.load(staged)
+    await load(receiver, staged)
     held = await receiver.checksums(staged)
     num_tensors = len(staged.checksums)
     wrong = [name for name, value in staged.checksums.items() if held.get(name) != value]

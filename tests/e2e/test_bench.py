@@ -56,7 +56,8 @@ def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(tmp_path: 
     result = json.loads((tmp_path / "results" / "weights.json").read_text())
     [entry] = read_history(tmp_path / "results" / "history.jsonl")
     assert entry.ratios == result["ratios"]
-    assert result["ratios"].keys() == {"loader"}
-    assert result["ratios"]["loader"] > 0
-    assert {"stage", "prepare", "pause", "load", "commit", "resume"} <= result["loader"]["phases"].keys()
-    assert result["loader"]["unequal_tensors"] == 0
+    assert result["ratios"].keys() == {"loader", "broadcast"}
+    for name, ratio in result["ratios"].items():
+        assert ratio > 0
+        assert {"stage", "prepare", "pause", "load", "commit", "resume"} <= result[name]["phases"].keys()
+        assert result[name]["unequal_tensors"] == 0

@@ -355,7 +355,7 @@ class RankProcess:
         weights.BUCKET_BYTES = size
 
     def listen(self, _: None) -> int:
-        from invrl.train.rendezvous import listen
+        from invrl.host.rendezvous import listen
 
         self._listener = listen("127.0.0.1")
         return self._listener.getsockname()[1]

@@ -214,7 +214,7 @@ async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
 
     async def load() -> None:
         async with receiver._update():
-            await receiver._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
+            await receiver._send([base64.b64encode(named).decode()], WEIGHT_LOADER)
 
     def death(client: CountingClient, updated: Updated) -> asyncio.Task[str]:
         processes = engine.server.processes()

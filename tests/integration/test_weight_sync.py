@@ -20,6 +20,7 @@ from train_reference import random_batch
 from invrl.engines.fleet import Fleet
 from invrl.engines.weight_receiver import (
     ArenaReceiver,
+    BroadcastReceiver,
     BucketReceiver,
     DeltaReceiver,
     EngineReceiver,
@@ -31,6 +32,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
+from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.transaction import WeightTransaction
@@ -112,6 +114,27 @@ async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found
     sender.spoil = lambda staged: staged
     await update.run()
     assert await held(receiver) == sender.checksums()
+
+
+async def test_a_broadcast_carries_the_same_bytes_and_a_wrong_one_is_found(
+    tiny_model: Path, tiny_fleet: Fleet
+) -> None:
+    """With a failure the engine goes back to the old version, by another broadcast."""
+    sender = TorchSender(tiny_model, transport="collective")
+    receiver = BroadcastReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    update = Update(sender, [receiver], BroadcastLoads(sender, timeout_s=10.0).load)
+    for seed in range(3):
+        sender.train(seed)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+        assert await held(receiver) == sender.checksums()
+    held_before = sender.checksums()
+    sender.train(4)
+    sender.spoil = lambda staged: dataclasses.replace(staged, checksums=held_before)
+    with pytest.raises(ChecksumError, match="25 of 25"):
+        await update.run()
+    assert await held(receiver) == held_before
+    assert await receiver.logprobs(CANARY)
 
 
 async def test_an_engine_applies_what_changed_and_gets_all_of_it_if_its_base_is_another(

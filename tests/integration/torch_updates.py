@@ -8,7 +8,7 @@ from torch_trainer import TorchSender
 
 from invrl.interfaces import WeightReceiver
 from invrl.types import WeightUpdate, WeightVersion
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import CanaryBound, Load, WeightTransaction, load_alone
 
 CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
 FP32 = CanaryBound.for_dtypes("float32", "float32")
@@ -26,10 +26,12 @@ class Update:
 
     version = 0
 
-    def __init__(self, sender: TorchSender, receivers: Sequence[WeightReceiver]) -> None:
+    def __init__(
+        self, sender: TorchSender, receivers: Sequence[WeightReceiver], load: Load = load_alone
+    ) -> None:
         self.sender = sender
         self.transaction = WeightTransaction(
-            sender, receivers_of(*receivers), canary_prompts=CANARY, bound=FP32
+            sender, receivers_of(*receivers), canary_prompts=CANARY, bound=FP32, load=load
         )
 
     async def run(self) -> WeightUpdate:

@@ -201,13 +201,15 @@ def test_what_was_stopped_on_purpose_is_not_told(start: Callable[[str], subproce
 # ---------------------------------------------------------------------- what user code leaves behind
 
 # Everything below the worker reads the pipe whose other end only the test holds. So whatever the guardian
-# leaves behind ends with the test at the latest, also with one that fails or is killed.
+# leaves behind ends with the test at the latest, also with one that fails or is killed. Each writes its line
+# with one system call: with PYTHONUNBUFFERED, print() takes two, and another's line may come between them.
 WORKER = """
 import os, subprocess, sys
 from invrl.host.guardian import start_guardian
 start_guardian()
-code = "import os, sys; os.setsid(); print(os.getpid(), flush=True); os.close(1); sys.stdin.read()"
-daemon = f"import os; os.fork() and os._exit(0); {code}"
+code = "import os, sys; os.setsid(); os.write(1, f'{os.getpid()}{os.linesep}'.encode()); os.close(1); "
+code += "sys.stdin.read()"
+daemon = "import os; os.fork() and os._exit(0); " + code
 subprocess.Popen([sys.executable, "-c", daemon]).wait()
 subprocess.Popen([sys.executable, "-c", code])
 if os.fork() == 0:

@@ -468,6 +468,30 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "add --weight-transport disk",
         ),
         (
+            ["--weight-arena-device", "cuda", "--weight-transport", "disk"],
+            "weight_sync.weight_arena_device",
+            "there is no arena",
+            "leave --weight-transport",
+        ),
+        (
+            ["--weight-arena-device", "cuda", "--weight-arena", "alias"],
+            "weight_sync.weight_arena",
+            "CUDA graphs",
+            "leave it out",
+        ),
+        (
+            ["--engine-tp-size", "2", "--weight-transport", "disk"],
+            "weight_sync.weight_transport",
+            "slices of the weights from the arena",
+            "--engine-tp-size",
+        ),
+        (
+            ["--engine-tp-size", "2", "--weight-arena", "alias"],
+            "weight_sync.weight_arena",
+            "and copy them",
+            "--engine-tp-size",
+        ),
+        (
             ["--weight-drain-timeout-s", "9"],
             "weight_sync.weight_drain_timeout_s",
             "nothing drains",

@@ -257,11 +257,16 @@ async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyt
     async def engine_fails(*_: object) -> None:
         raise ServerError("the engine died")
 
+    async def broadcast_fails(*_: object) -> Part:
+        raise ServerError("the receiver died")
+
     monkeypatch.setattr(weights, "_measure_on_loader", on_loader)
+    monkeypatch.setattr(weights, "measure_broadcasts", broadcast_fails)
     monkeypatch.setattr(weights, "_start_engine", engine_fails)
     settings = WeightBenchSettings(
         model_path=str(make_tiny_model(tmp_path / "model")),
         engine_dtype="float32",
+        device="cpu",
         weight_arena="copy",
         updates=1,
         repetitions=1,
@@ -272,8 +277,13 @@ async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyt
     )
     parts: list[Part] = []
     await weights.measure_weights(settings, parts.append)
-    assert [part.failure for part in parts] == ["loader: the loader died", "engine: the engine died", ""]
-    assert parts[2].ratios == {"loader_1b": 2.0}
+    assert [part.failure for part in parts] == [
+        "loader: the loader died",
+        "broadcast: the receiver died",
+        "engine: the engine died",
+        "",
+    ]
+    assert parts[3].ratios == {"loader_1b": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -284,11 +294,19 @@ async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyt
         (["--model-path", "MODEL", "--engine-dtype", "float16"], "bench engine_dtype"),
         (["--model-path", "MODEL", "--no-engin"], "did you mean --no-engine"),
         (["--model-path", "MODEL", "--no-engine=yes"], "no such flag"),
+        (["--model-path", "MODEL", "--device", "gpu"], "bench device"),
+        (["--model-path", "MODEL", "--device", "cuda"], "add --no-engine"),
+        (["--model-path", "MODEL", "--device", "cuda", "--no-engine"], "sees no GPU"),
     ],
 )
 def test_bad_arguments_are_refused(
-    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("invrl.cli.commands.bench.count_gpus", lambda: 0)
     model = str(make_tiny_model(tmp_path / "model"))
     given = [model if argument == "MODEL" else argument for argument in arguments]
     assert main(["bench", "weights", *given]) == 2

@@ -152,7 +152,7 @@ class FakeReceiver:
     trainer: Trainer
     made: ClassVar[list[FakeReceiver]] = []
 
-    def __init__(self, name: str, client: object, settings: WeightSyncConfig) -> None:
+    def __init__(self, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int) -> None:
         self.name = name
         self.deadline_s = settings.weight_sync_timeout_s
         self.is_paused = False
@@ -298,8 +298,10 @@ async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -
     """Evicts an engine; its successor waits in `load` until `goes_on`."""
     init = FakeReceiver.__init__
 
-    def slow(self: FakeReceiver, name: str, client: object, settings: WeightSyncConfig) -> None:
-        init(self, name, client, settings)
+    def slow(
+        self: FakeReceiver, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int
+    ) -> None:
+        init(self, name, client, settings, num_ranks=num_ranks)
         self.load_waits = goes_on
 
     num_before = len(FakeReceiver.made)

@@ -303,6 +303,22 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "no latent attention (MLA) on CPU",
         "--debug-train-only",
     ),
+    (
+        "engine of several processes",
+        flag(engine_tp_size="4"),
+        "engine for the model",
+        FAILED,
+        "num_key_value_heads 2",
+        "a divisor",
+    ),
+    (
+        "arena without a GPU",
+        flag(weight_arena_device="cuda"),
+        "engine for the model",
+        FAILED,
+        "there is no GPU",
+        "leave it out",
+    ),
     ("no agent", flag(rollout_function_path="nobody:f"), "rollout function", FAILED, "no module", "module"),
     (
         "signature",

@@ -17,6 +17,21 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_an_engine_of_several_ranks_has_a_core_for_each_on_a_cpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server.os, "sched_getaffinity", lambda _: {3, 5})
+    several = EngineConfig(engine_tp_size=3)
+    no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+    for gpus, expected in ((0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}), (1, no_queue)):
+        monkeypatch.setattr(engine_server, "count_gpus", lambda gpus=gpus: gpus)
+        assert engine_server._ranks_environment(several) == expected
+        assert engine_server._ranks_environment(EngineConfig()) == {}
+        command = engine_server._command(several, model, 1)
+        assert command[command.index("--tp-size") + 1] == "3"
+        assert "--tp-size" not in engine_server._command(EngineConfig(), model, 1)
+
+
 @pytest.mark.parametrize(("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)])
 def test_the_context_is_bounded_by_the_model_and_by_a_known_cache(
     model: Path, max_total_tokens: int | None, context_length: int

@@ -25,6 +25,7 @@ from invrl.weights.verification import ReadBack, Verification, compare
 
 LAYOUT = tuple(TensorSpec(name=name, shape=(2, 3), dtype="bfloat16") for name in ("a", "b"))
 COMMITTED = Committed(
+    canary_prompts=(),
     staged=StagedWeights(version=WeightVersion(7), handle="", checksums={"a": "1", "b": "2"}, num_bytes=24),
     layout=LAYOUT,
 )

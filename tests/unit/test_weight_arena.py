@@ -114,3 +114,15 @@ def test_nothing_in_the_file_system() -> None:
 def test_a_name_twice_is_refused() -> None:
     with pytest.raises(LayoutError, match="twice"):
         ArenaWriter((*SPECS, SPECS[0]))
+
+
+def test_nobody_can_change_its_size() -> None:
+    """A process that maps it would be killed when it touches what was cut off."""
+    writer = ArenaWriter(SPECS)
+    staged = writer.stage(WeightVersion(1), tensors(1).items())
+    path = msgspec.json.decode(staged.handle, type=ArenaHandle).path
+    size = os.stat(path).st_size
+    for other_size in (0, size - 1, size + 1):
+        with pytest.raises(PermissionError):
+            os.truncate(path, other_size)
+    assert os.stat(path).st_size == size

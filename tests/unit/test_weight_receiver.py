@@ -6,13 +6,14 @@ import base64
 import pickle
 import types
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import in_engine
@@ -30,6 +31,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
+        self._model = types.SimpleNamespace(
+            named_parameters=lambda: self.parameters.items(), modules=lambda: ()
+        )
         self.sessions = 0
         self.requests: list[in_engine.LoaderRequest] = []
 
@@ -44,8 +48,7 @@ class Engine:
         named_tensors = pickle.loads(base64.b64decode(payloads[0]))
         request = in_engine.msgspec.json.decode(named_tensors[0][0], type=in_engine.LoaderRequest)
         self.requests.append(request)
-        model = types.SimpleNamespace(named_parameters=lambda: self.parameters.items())
-        in_engine.run(model, named_tensors)  # type: ignore[arg-type]
+        in_engine.run(self._model, named_tensors)  # type: ignore[arg-type]
 
     @property
     def loads(self) -> list[bool]:
@@ -63,8 +66,10 @@ def writer() -> ArenaWriter:
     return ArenaWriter(LAYOUT)
 
 
-def receiver_of(engine: Engine, readback_every: int) -> ArenaReceiver:
-    settings = WeightSyncConfig(weight_readback_every=readback_every)
+def receiver_of(
+    engine: Engine, readback_every: int, arena: Literal["copy", "alias"] = "copy"
+) -> ArenaReceiver:
+    settings = WeightSyncConfig(weight_readback_every=readback_every, weight_arena=arena)
     return ArenaReceiver("engine-0", cast("SglangClient", engine), settings)
 
 
@@ -80,6 +85,7 @@ async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
     return dict(await receiver.checksums(staged)) == dict(staged.checksums)
 
 
+@pytest.mark.parametrize("arena", ["copy", "alias"])
 @pytest.mark.parametrize(
     ("readback_every", "expected"),
     [
@@ -89,9 +95,9 @@ async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
     ],
 )
 async def test_the_first_load_and_every_nth_are_read_back(
-    engine: Engine, writer: ArenaWriter, readback_every: int, expected: list[bool]
+    engine: Engine, writer: ArenaWriter, readback_every: int, expected: list[bool], arena
 ) -> None:
-    receiver = receiver_of(engine, readback_every)
+    receiver = receiver_of(engine, readback_every, arena)
     for version in range(1, 8):
         assert await load(receiver, stage(writer, version))
     assert engine.loads == expected
@@ -124,3 +130,39 @@ async def test_asked_again_or_for_other_weights_the_engine_is_read_back(
     second = stage(writer, 2)
     await receiver.load(second)
     assert dict(await receiver.checksums(staged)) == dict(second.checksums)
+
+
+class TestAnAlias:
+    async def test_a_slot_that_does_not_hold_what_was_staged_is_refused_before_the_pause(
+        self, engine: Engine, writer: ArenaWriter
+    ) -> None:
+        receiver = receiver_of(engine, 0, "alias")
+        assert await load(receiver, stage(writer, 1))
+        staged = stage(writer, 2)
+        writer._slots[1]["model.norm.weight"][3] = 9.0
+        with pytest.raises(ChecksumError, match=r"1 of 2 tensors .* model\.norm\.weight first"):
+            await receiver.check(LAYOUT, staged)
+        assert engine.loads == [True]
+
+    async def test_parameters_that_were_not_pointed_at_the_slot_are_no_proof(
+        self, engine: Engine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        receiver = receiver_of(engine, 0, "alias")
+        assert await load(receiver, stage(writer, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(in_engine, "_point_at", lambda model, views, lease: lease.release())
+            assert not await load(receiver, stage(writer, 2))
+        assert await load(receiver, stage(writer, 2))
+        assert engine.loads == [True, False, True]
+
+    async def test_going_back_to_a_slot_that_was_not_hashed_again_reads_the_parameters_back(
+        self, engine: Engine, writer: ArenaWriter
+    ) -> None:
+        receiver = receiver_of(engine, 0, "alias")
+        first, second = stage(writer, 1), stage(writer, 2)
+        assert await load(receiver, first)
+        assert await load(receiver, second)
+        await receiver.load(first)
+        assert dict(await receiver.checksums(first)) == dict(first.checksums)
+        assert engine.loads == [True, False, True]
+        assert engine.parameters["model.norm.weight"].unique().tolist() == [1.0]

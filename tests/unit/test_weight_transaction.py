@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ PHASES = ("check", "pause", "load", "checksums", "commit", "resume", "logprobs")
 
 class Sender:
     def __init__(self) -> None:
-        self.log: list[str] = []
+        self.asked: list[list[list[int]]] = []
+        """The canary prompts of each call."""
 
     async def layout(self) -> WeightLayout:
         return (SPEC,)
@@ -35,6 +37,7 @@ class Sender:
         )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        self.asked.append([list(ids) for ids in prompts])
         return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
 
 
@@ -51,6 +54,8 @@ class Receiver:
         self.hang: dict[str, Callable[[], None]] = {}
         """Phases that do not end; what is called then lets their deadline pass."""
         self.gap = 0.0
+        self.asked: list[list[list[int]]] = []
+        """The canary prompts of each call."""
         self.traffic_on_mixed = False
 
     @property
@@ -93,6 +98,7 @@ class Receiver:
         self.traffic_on_mixed |= self.weights != str(self.version)
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        self.asked.append([list(ids) for ids in prompts])
         await self._phase("logprobs")
         return [np.full(len(ids) - 1, self.gap, np.float32) for ids in prompts]
 
@@ -359,6 +365,21 @@ async def test_all_lost_after_the_commit_is_an_error(three: list[Receiver]) -> N
     with pytest.raises(WeightSyncError, match="every engine was lost after the commit") as raised:
         await transaction(three).run(WeightVersion(1))
     assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
+
+
+async def test_the_first_update_asks_every_canary_prompt_and_a_later_one_one_in_turn(
+    three: list[Receiver],
+) -> None:
+    newcomer = three.pop()
+    updates = transaction(three)
+    updates.canary_prompts = [[1, 2, 3], [4, 5], [6, 7]]
+    for version in range(1, 6):
+        await updates.run(WeightVersion(version))
+    expected = [[[1, 2, 3], [4, 5], [6, 7]], [[6, 7]], [[1, 2, 3]], [[4, 5]], [[6, 7]]]
+    assert three[0].asked == three[1].asked == expected
+    assert cast("Sender", updates.sender).asked == expected
+    await updates.bring_up(newcomer, Joined(three, newcomer))
+    assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
 
 
 @pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])

@@ -246,9 +246,10 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
 
 
 def _needed_memory(config: Config, machine: Machine) -> float:
-    """An estimate in bytes. An engine takes 1.5 GB and its weights twice, a trainer rank what
-    `MemoryBudget` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and ranks hold
-    theirs elsewhere, and their weights pass through memory once. Checkpoints are copied into it."""
+    """An estimate in bytes. A process of an engine takes 1.5 GB and an engine its weights twice, a trainer
+    rank what `MemoryBudget` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and
+    ranks hold theirs elsewhere, and their weights pass through memory once. Checkpoints are copied into
+    it."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
     layout = config.train.layout
@@ -256,7 +257,8 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     copies = budget.copy_bytes if budget else 0.0
     if machine.gpus:
         return 2 * _GB + 2 * weights + weights * (engines + layout.data) + copies
-    needed = 2 * _GB + engines * (1.5 * _GB + 2 * weights) + copies
+    processes = engines * config.engine.engine_tp_size
+    needed = 2 * _GB + processes * 1.5 * _GB + 2 * engines * weights + copies
     if budget is None:
         return needed + layout.world_size * _GB
     ranks_of_stage = layout.world_size // layout.pipeline

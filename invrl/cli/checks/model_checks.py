@@ -85,7 +85,8 @@ def check_servable(config: Config) -> None:
 
 
 def check_engine_here(config: Config, machine: Machine) -> None:
-    """SGLang can serve the family on this machine's GPU or CPU."""
+    """SGLang can serve the family on this machine's GPU or CPU. An engine's processes divide the model.
+    What the arena of weights is in is there."""
     from invrl.model_folder import read_model_type
     from invrl.train.families.registry import FAMILIES
 
@@ -94,6 +95,34 @@ def check_engine_here(config: Config, machine: Machine) -> None:
     if reason and machine.gpus == 0:
         fix = "use a machine with a GPU, or train on saved batches with --debug-train-only"
         raise ConfigError("model.model_path", model_type, reason, fix)
+    _check_engine_ranks(config, machine)
+    arena_device = config.weight_sync.weight_arena_device
+    if arena_device != "cpu" and machine.gpus == 0:
+        reason = "there is no GPU whose memory trainer and engines could share"
+        raise ConfigError("weight_sync.weight_arena_device", arena_device, reason, "leave it out")
+
+
+def _check_engine_ranks(config: Config, machine: Machine) -> None:
+    """The processes of an engine divide the model's heads among them. Several may have the same head of keys
+    and values."""
+    from invrl.train.hf_config import read_hf_config
+
+    ranks = config.engine.engine_tp_size
+    if ranks == 1:
+        return
+    shape = read_hf_config(config.model.folder)
+    undivided: list[str] = []
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(shape, name)
+        if size % ranks:
+            undivided.append(f"{name} {size}")
+    # On a CPU SGLang adds heads of zeros where ranks would share one.
+    shares_heads = ranks % shape.num_key_value_heads == 0 and machine.gpus > 0
+    if shape.num_key_value_heads % ranks and not shares_heads:
+        undivided.append(f"num_key_value_heads {shape.num_key_value_heads}")
+    if undivided:
+        reason = f"it does not divide the model's {', '.join(undivided)}"
+        raise ConfigError("engine.engine_tp_size", ranks, reason, "give a divisor of them, or leave it out")
 
 
 def check_template(config: Config) -> None:

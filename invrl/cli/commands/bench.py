@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from invrl.bench.ratios import exceeded, falls, missed, rises
 from invrl.bench.trainer import GPU_TARGETS, TARGETS, BenchSettings, measure_trainer
-from invrl.bench.weight_settings import WEIGHT_TARGETS, WeightBenchSettings
+from invrl.bench.weight_settings import GPU_WEIGHT_TARGETS, WEIGHT_TARGETS, WeightBenchSettings
 from invrl.cli.arguments import read_options, split_options, unknown_flag
 from invrl.cli.bench_record import BenchRecord
 from invrl.engines.engine_server import count_gpus
@@ -37,6 +37,7 @@ _WEIGHTS_DEFAULTS = {
     "--model-path": "",
     "--engine-dtype": "bfloat16",
     "--weight-arena": "copy",
+    "--device": "cpu",
     "--updates": "100",
     "--repetitions": "5",
     "--deadline-s": "300",
@@ -70,11 +71,14 @@ def bench(arguments: Sequence[str]) -> None:
     --results FOLDER                default: bench
 
     weights: updates of one engine's weights beside a copy of as many bytes, in turns: the loader
-    alone, without SGLang; an idle engine; 8 and 64 requests in flight. Last, the loader alone with
-    the shapes of a Llama of 1.24 billion parameters, if there are 11 GB of memory for it.
+    alone, without SGLang; the same by a broadcast, beside a plain broadcast of gloo; an idle
+    engine; 8 and 64 requests in flight. Last, the loader alone with the shapes of a Llama of 1.24
+    billion parameters, if there are 11 GB of memory for it.
 
     --engine-dtype D                bfloat16 (default) or float32
     --weight-arena copy|alias       as in a run (default: copy)
+    --device cpu|cuda               where the weights are (default: cpu). cuda: in one GPU, for trainer
+                                    and loader, by CUDA IPC; only with --no-engine
     --updates N                     with 8 requests in flight (default: 100)
     --repetitions N                 updates of every other part (default: 5)
     --no-engine                     the loader alone: two processes, no SGLang
@@ -134,6 +138,7 @@ def _bench_weights(arguments: Sequence[str]) -> None:
         "model_path": str(folder),
         "engine_dtype": options["--engine-dtype"],
         "weight_arena": options["--weight-arena"],
+        "device": options["--device"],
         "updates": options["--updates"],
         "repetitions": options["--repetitions"],
         "with_engine": _WITHOUT_ENGINE not in switches,
@@ -142,6 +147,7 @@ def _bench_weights(arguments: Sequence[str]) -> None:
         "deadline_s": options["--deadline-s"],
     }
     settings = _validate(WeightBenchSettings, fields)
+    _check_device(settings)
     reported = asdict(settings)
     del reported["canary_prompts"]
     record = BenchRecord(
@@ -149,7 +155,7 @@ def _bench_weights(arguments: Sequence[str]) -> None:
         "weights",
         model=_model_in_history(folder.name, settings),
         settings=reported,
-        targets=WEIGHT_TARGETS,
+        targets=WEIGHT_TARGETS if settings.device == "cpu" else GPU_WEIGHT_TARGETS,
         missed=exceeded,
     )
     from invrl.bench.weights import measure_weights  # loads torch: bad input is answered without it
@@ -163,7 +169,20 @@ def _model_in_history(name: str, settings: WeightBenchSettings) -> str:
     words = [name, settings.engine_dtype]
     if settings.weight_arena != "copy":
         words.append(settings.weight_arena)
+    if settings.device != "cpu":
+        words.append(settings.device)
     return " ".join(words)
+
+
+def _check_device(settings: WeightBenchSettings) -> None:
+    """Raises ConfigError."""
+    if settings.device == "cpu":
+        return
+    if settings.with_engine:
+        reason = "an engine beside a trainer on one GPU is not measured"
+        raise ConfigError("--device", settings.device, reason, f"add {_WITHOUT_ENGINE}")
+    if count_gpus() == 0:
+        raise ConfigError("--device", settings.device, "the installed torch sees no GPU", "leave it out")
 
 
 def _model_folder(options: Mapping[str, str]) -> Path:

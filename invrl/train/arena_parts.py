@@ -1,0 +1,141 @@
+"""How the ranks that hold one copy of the model write a slot of the arena together: each its own part of each
+tensor, at its place, straight from its parameters.
+
+    first rank: takes the slot ──► all: write their parts ──► all: hash a share of the tensors ──► first rank
+
+No weight is sent from rank to rank, and hashing is shared out too. A rank needs no memory but for the part of
+one parameter in the engines' dtype, and for a copy of that where it has to be taken apart (`split`).
+
+Invariant: nothing is hashed before every rank has written, and a tensor of which a part is missing is an
+error. The ranks send one another where the slot is, how much was written, and checksums. If one fails, the
+others wait until the trainer ends them, as in every call that ranks make together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from invrl.errors import LayoutError
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.types import WeightVersion
+from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
+from invrl.weights.tensor_slice import TensorPart
+from invrl.weights.tensor_spec import num_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from invrl.weights.arena import Slot
+
+
+@lru_cache(maxsize=1)
+def _slots(arena: ArenaHandle, layout: WeightLayout) -> Sequence[Slot]:
+    """They stay mapped. `arena`: its first slot."""
+    return open_arena(arena, layout, writable=True)
+
+
+def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
+    """Returns how many elements of each tensor were written. Keeps no part. Raises LayoutError."""
+    written: Counter[str] = Counter()
+    for part in parts:
+        tensor = slot.get(part.name)
+        if tensor is None:
+            raise LayoutError(f"{part.name}: not in the layout")
+        place = tensor
+        if tensor.dim():
+            length = part.values.shape[part.dimension]
+            if part.start + length > tensor.shape[part.dimension]:
+                raise LayoutError(f"{part.name}: a part ends beyond its {tuple(tensor.shape)}")
+            place = tensor.narrow(part.dimension, part.start, length)
+        if place.shape != part.values.shape or place.dtype != part.values.dtype:
+            given = f"{part.values.dtype} {tuple(part.values.shape)}"
+            raise LayoutError(f"{part.name}: {given} is no part of {tensor.dtype} {tuple(tensor.shape)}")
+        place.copy_(part.values)
+        written[part.name] += part.values.numel()
+    return dict(written)
+
+
+def check_covered(layout: WeightLayout, written: Iterable[Mapping[str, int]]) -> None:
+    """Raises LayoutError unless as many elements of each tensor were written as it has."""
+    total: Counter[str] = Counter()
+    for of_rank in written:
+        total.update(of_rank)
+    for spec in layout:
+        size = math.prod(spec.shape)
+        if total[spec.name] != size:
+            raise LayoutError(f"{spec.name}: the ranks wrote {total[spec.name]} of its {size} elements")
+
+
+def shares(layout: WeightLayout, count: int) -> list[list[str]]:
+    """The tensors that each of `count` ranks hashes: about equally many bytes."""
+    names: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for spec in sorted(layout, key=num_bytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        names[smallest].append(spec.name)
+        sizes[smallest] += num_bytes(spec)
+    return names
+
+
+def stage_first(
+    writer: ArenaWriter,
+    version: WeightVersion,
+    layout: WeightLayout,
+    parts: Iterable[TensorPart],
+    others: Sequence[int],
+) -> StagedWeights:
+    """On the rank that owns the arena. `others`: the ranks that call `stage_other` meanwhile."""
+    with writer.writing(version) as (place, slot):
+        for rank in others:
+            _send(place, rank)
+        written = [write_parts(slot, parts)]
+        written += [_receive(rank) for rank in others]
+        check_covered(layout, written)
+        own_share, *other_shares = shares(layout, 1 + len(others))
+        for rank, share in zip(others, other_shares, strict=True):
+            _send(share, rank)
+        checksums = {name: writer.hash_tensor(slot[name]) for name in own_share}
+        for rank in others:
+            checksums |= _receive(rank)
+    return writer.staged(version, place, checksums)
+
+
+def stage_other(
+    layout: WeightLayout,
+    parts: Iterable[TensorPart],
+    first: int,
+    hash_tensor: Callable[[torch.Tensor], str],
+) -> None:
+    """On every other rank of the copy. `first`: the rank that owns the arena."""
+    place: ArenaHandle = _receive(first)
+    slot = _slots(place.at(0), layout)[place.slot]
+    written = write_parts(slot, parts)
+    _wait_for_device(slot)
+    _send(written, first)
+    share: list[str] = _receive(first)
+    _send({name: hash_tensor(slot[name]) for name in share}, first)
+
+
+def _wait_for_device(slot: Slot) -> None:
+    import torch
+
+    if any(tensor.is_cuda for tensor in slot.values()):
+        torch.cuda.synchronize()
+
+
+def _send(value: object, rank: int) -> None:
+    import torch.distributed
+
+    torch.distributed.send_object_list([value], rank)
+
+
+def _receive(rank: int) -> Any:
+    import torch.distributed
+
+    received: list[Any] = [None]
+    torch.distributed.recv_object_list(received, rank)
+    return received[0]

@@ -1,0 +1,171 @@
+"""The trainer's end of the weight transport `collective`: the staged versions, and who sends them to whom.
+
+A version is staged in an arena of the trainer's own (`arena.py`). So the weights of the version staged before
+stay whole in the other slot: engines go back to them and newcomers load them by a broadcast of that slot,
+beside whatever the trainer computes. That costs two copies of the weights in the trainer's host memory, and
+none in the engines'.
+
+Invariant: a group has exactly the engines that were named, sends one version at a time, and is not used again
+after a failure. A slot is not staged over while it is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from invrl.errors import WeightSyncError
+from invrl.host.process import random_key
+from invrl.host.rendezvous import listen, refuse_newcomers, refuse_strangers, serve_store
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.types import WeightVersion
+from invrl.weights.arena import ArenaHandle, ArenaWriter
+from invrl.weights.broadcast import TRAINER, GroupInvitation, WeightGroup
+from invrl.weights.slot_layout import slot_layout
+from invrl.weights.slot_lease import SlotLease
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger(__name__)
+_BROADCASTS = 8
+"""At a time. One that hangs ends at its bucket's deadline."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Generation:
+    """A group with certain engines, from its invitations on."""
+
+    members: tuple[str, ...]
+    listener: socket.socket | None
+    """Where the members come, until all have come."""
+    invitations: list[GroupInvitation]
+    group: WeightGroup | None = None
+    is_free: bool = False
+    """It is complete and nothing is under way in it."""
+
+    def completed(self) -> WeightGroup:
+        """Waits for the members, the first time. Raises BroadcastError, and TrainError if a stranger came."""
+        if self.group is not None:
+            return self.group
+        assert self.listener is not None, "it has been closed"
+        invitation = self.invitations[TRAINER]
+        timeout = timedelta(seconds=invitation.timeout_s)
+        store = serve_store(self.listener, world_size=invitation.world_size, timeout=timeout)
+        self.group = WeightGroup(invitation, store)
+        refuse_newcomers(self.listener)
+        refuse_strangers(self.listener, members=invitation.world_size)
+        self.listener.close()
+        self.listener = None
+        return self.group
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+
+class Broadcaster:
+    """Stage and offer from one thread. Broadcasts run in threads of their own."""
+
+    def __init__(self, layout: WeightLayout, *, host: str, timeout_s: float) -> None:
+        """`host`: this machine's address that the engines reach. `timeout_s`: of each bucket."""
+        self._host = host
+        self._timeout_s = timeout_s
+        self._slot_bytes = slot_layout(layout).num_bytes
+        self._arena = ArenaWriter(layout)
+        self._memory: torch.Tensor | None = None
+        """Both slots. None until something is staged."""
+        self._slots: dict[WeightVersion, ArenaHandle] = {}
+        self._generations: list[_Generation] = []
+        """Those that have not failed. An engine uses only the newest one that it is in."""
+        self._lock = threading.Lock()
+        """Of the list of generations."""
+        self._threads = ThreadPoolExecutor(_BROADCASTS, "broadcast")
+
+    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """As `ArenaWriter.stage`."""
+        import torch
+
+        staged = self._arena.stage(version, tensors)
+        handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
+        others = {other: slot for other, slot in self._slots.items() if slot.slot != handle.slot}
+        self._slots = {**others, version: handle}
+        if self._memory is None:
+            self._memory = torch.from_file(handle.path, size=2 * self._slot_bytes, dtype=torch.uint8)
+        return staged
+
+    def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        """Begins to send this version to these engines, each named by what tells its process from all others.
+        Returns the handle that each of them loads with; all have to load at the same time.
+
+        Does not wait. What goes wrong later is known from the engines' loads, which then fail.
+        """
+        members = tuple(engines)
+        with self._lock:
+            generation = self._free_generation(members)
+            if generation is None:
+                self._end_free_generations_of(members)
+                generation = _begin_generation(members, self._host, self._timeout_s)
+                self._generations.append(generation)
+            generation.is_free = False
+        self._threads.submit(self._send, generation, version)
+        return [
+            msgspec.json.encode(invitation).decode() for invitation in generation.invitations[TRAINER + 1 :]
+        ]
+
+    def _free_generation(self, members: tuple[str, ...]) -> _Generation | None:
+        for generation in self._generations:
+            if generation.is_free and generation.members == members:
+                return generation
+        return None
+
+    def _end_free_generations_of(self, members: tuple[str, ...]) -> None:
+        """These engines are about to leave the groups that they are in."""
+        for generation in list(self._generations):
+            if generation.is_free and not set(members).isdisjoint(generation.members):
+                self._generations.remove(generation)
+                generation.close()
+
+    def _send(self, generation: _Generation, version: WeightVersion) -> None:
+        try:
+            slot = self._slots.get(version)
+            if slot is None or self._memory is None:
+                raise WeightSyncError(f"version {version} is not staged any more")
+            with SlotLease(slot.path, slot.slot, writes=False):
+                start = slot.slot * self._slot_bytes
+                generation.completed().send(self._memory[start : start + self._slot_bytes])
+            generation.is_free = True
+        except Exception as error:
+            names = ", ".join(generation.members)
+            _LOG.warning("the broadcast of version %s to %s failed: %s", version, names, error)
+            with self._lock:
+                self._generations.remove(generation)
+            generation.close()
+
+
+def _begin_generation(members: tuple[str, ...], host: str, timeout_s: float) -> _Generation:
+    listener = listen(host)
+    key = random_key()
+    invitations: list[GroupInvitation] = []
+    for rank in range(len(members) + 1):
+        invitation = GroupInvitation(
+            host=host,
+            port=listener.getsockname()[1],
+            key=key,
+            rank=rank,
+            world_size=len(members) + 1,
+            timeout_s=timeout_s,
+        )
+        invitations.append(invitation)
+    return _Generation(members=members, listener=listener, invitations=invitations)

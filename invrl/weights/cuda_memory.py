@@ -1,0 +1,129 @@
+"""Memory of a GPU that one process allocates and others open by a handle: CUDA IPC.
+
+A handle is 64 bytes of the driver, which travel as base64 in JSON, with the GPU's UUID: processes may number
+the GPUs differently. The memory is the driver's own, not a part of torch's cache, so the handle is of its
+beginning and nothing else lies in it. The process that allocates must outlive what others do with it; the
+driver frees it when the last of them has ended, however that ends.
+
+Written after CUDA's documentation; it has not been run on a GPU yet. Imports torch only where it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from invrl.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    import torch
+
+_HANDLE_BYTES = 64
+_ENABLE_PEER_ACCESS = 1
+
+
+class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """How another process finds the memory."""
+
+    device_uuid: str
+    num_bytes: int
+    offset: int
+    """Bytes from the beginning of what the handle opens."""
+    ipc_handle: bytes
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class _DeviceBytes:
+    """Memory at an address, as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHandle]:
+    """Memory that is freed with this process. Raises WeightSyncError."""
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()  # makes the device's context this thread's
+        address = ctypes.c_uint64()
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        ipc_handle = _IpcHandle()
+        _call("cuIpcGetMemHandle", ctypes.byref(ipc_handle), address)
+    handle = CudaHandle(
+        device_uuid=_device_uuids()[index],
+        num_bytes=num_bytes,
+        offset=0,
+        ipc_handle=bytes(ipc_handle.reserved),
+    )
+    return _tensor_at(address.value, num_bytes, index), handle
+
+
+def open_memory(handle: CudaHandle) -> torch.Tensor:
+    """The bytes of another process's memory, which stays open as long as this process lives.
+
+    Raises WeightSyncError if this process does not see that GPU, or if the memory is gone.
+    """
+    import torch
+
+    uuids = _device_uuids()
+    if handle.device_uuid not in uuids:
+        seen = ", ".join(uuids) or "none"
+        reason = f"its memory is on GPU {handle.device_uuid}, and the engine sees {seen}"
+        raise WeightSyncError(f"the weight arena cannot be opened: {reason}")
+    if len(handle.ipc_handle) != _HANDLE_BYTES:
+        reason = f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, this one {len(handle.ipc_handle)}"
+        raise WeightSyncError(f"the weight arena cannot be opened: {reason}")
+    index = uuids.index(handle.device_uuid)
+    with torch.cuda.device(index):
+        torch.cuda.synchronize()
+        address = ctypes.c_uint64()
+        ipc_handle = _IpcHandle.from_buffer_copy(handle.ipc_handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+    return _tensor_at(address.value + handle.offset, handle.num_bytes, index)
+
+
+def _device_uuids() -> list[str]:
+    """Of the GPUs that this process sees, by their numbers."""
+    import torch
+
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def _tensor_at(address: int, num_bytes: int, device_index: int) -> torch.Tensor:
+    import torch
+
+    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=torch.device("cuda", device_index))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: object) -> None:
+    """Raises WeightSyncError with the driver's own name for what is wrong."""
+    try:
+        driver = _driver()
+    except OSError as error:
+        raise WeightSyncError(f"the CUDA driver cannot be loaded: {error}") from error
+    status = getattr(driver, function)(*arguments)
+    if status != 0:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(status, ctypes.byref(name))
+        reason = (name.value or b"an unknown error").decode()
+        raise WeightSyncError(f"{function} failed: {reason} ({status})")

@@ -1,0 +1,155 @@
+"""A checksum that adds up: that of a tensor is the sum of those of its slices, wherever it is cut.
+
+It is the multilinear hash. A tensor is a matrix of machine words, and its checksum the sum modulo 2**64 of
+each word times the coefficients of its row and of its column. Coefficients are odd numbers without a pattern,
+so one changed word always changes the sum. The upper bits of a word are first mixed into the lower ones: a
+product carries upwards only, and two changed signs could cancel. It is computed where the tensor is: on a GPU
+nothing is copied to the host.
+
+The ranks of an engine hash their slices with it. Where an engine holds whole tensors in the CPU's memory,
+xxh3 (`tensor_spec.checksum`) takes less time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from invrl.errors import LayoutError
+from invrl.weights.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    import torch
+
+_WORD = 8
+_WRAP = (1 << 64) - 1
+_SHIFT = 29
+"""No multiple of a weight's bits: the signs of a word's weights go to places where they cannot cancel."""
+_AFTER_SHIFT = (1 << (64 - _SHIFT)) - 1
+_CPU_BLOCK_BYTES = 1 << 19
+"""Of what is mixed and multiplied at a time: as much as a core's cache holds."""
+_GPU_BLOCK_BYTES = 64 << 20
+_ROW_SEED = 1
+_COLUMN_SEED = 2
+
+
+def checksum_of_whole(tensor: torch.Tensor) -> str:
+    """16 hex digits."""
+    return f"{_sum_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape)):016x}"
+
+
+def checksum_of_slice(part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]) -> str:
+    """Of `part`, the bytes of this slice of a tensor of `whole_shape`, for `checksums_of_ranks`.
+
+    Raises LayoutError if the cut is not between two words.
+    """
+    return f"{place.index}/{place.count}:{_sum_of(part, place, tuple(whole_shape)):016x}"
+
+
+def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The checksum of each whole tensor, from those of the slices that an engine's ranks hold. Where ranks
+    hold the same slice they must agree, and together they must hold every slice: otherwise the text says what
+    is wrong, and equals no checksum."""
+    names = dict.fromkeys(name for checksums in by_rank for name in checksums)
+    return {name: _added([checksums.get(name, "") for checksums in by_rank]) for name in names}
+
+
+def _added(slices: Sequence[str]) -> str:
+    """The sum of the different slices among those of each rank."""
+    values: dict[str, str] = {}
+    for rank, text in enumerate(slices):
+        place, _, value = text.partition(":")
+        if not value:
+            return f"rank {rank} has no checksum"
+        if values.setdefault(place, value) != value:
+            return f"rank {rank} holds another slice {place} than a rank before it"
+    counts = {place.partition("/")[2] for place in values}
+    if counts != {str(len(values))}:
+        return f"the ranks hold the slices {', '.join(values)} only"
+    return f"{sum(int(value, 16) for value in values.values()) & _WRAP:016x}"
+
+
+def _sum_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]) -> int:
+    import torch
+
+    if part.numel() == 0:
+        return 0
+    first_row, first_column, columns = _position(place, whole_shape)
+    matrix = part.detach().reshape(-1, columns)
+    item = part.element_size()
+    row_bytes = item * (math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape))
+    if row_bytes % _WORD == 0:
+        if first_column * item % _WORD or columns * item % _WORD:
+            reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
+            raise LayoutError(f"the engine's ranks cannot prove their slices: {reason}")
+        if matrix.data_ptr() % _WORD or matrix.storage_offset() * item % _WORD or not matrix.is_contiguous():
+            matrix = matrix.clone(memory_format=torch.contiguous_format)
+        words = matrix.view(torch.int64)
+        first_column = first_column * item // _WORD
+    else:
+        words = matrix.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item])
+    num_rows, num_columns = words.shape
+    row_sums = _row_sums(words, _coefficients(_COLUMN_SEED, first_column, num_columns, words.device))
+    total = (row_sums * _coefficients(_ROW_SEED, first_row, num_rows, words.device)).sum()
+    return int(total) & _WRAP
+
+
+def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(first row, first column, columns) of the slice in the tensor's matrix, whose rows are those of the
+    tensor. A tensor of one dimension is one row."""
+    if len(whole_shape) < 2:
+        return 0, place.start, max(1, place.stop - place.start)
+    if place.dimension == 0:
+        return place.start, 0, math.prod(whole_shape[1:])
+    step = math.prod(whole_shape[2:])
+    return 0, place.start * step, (place.stop - place.start) * step
+
+
+def _row_sums(words: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    block_bytes = _CPU_BLOCK_BYTES if words.is_cpu else _GPU_BLOCK_BYTES
+    block_rows = min(len(words), max(1, block_bytes // (_WORD * words.shape[1])))
+    memory = torch.empty(block_rows, words.shape[1], dtype=torch.int64, device=words.device)
+    sums: list[torch.Tensor] = []
+    for block in words.split(block_rows):
+        mixed = memory[: len(block)]
+        if words.dtype == torch.int64:
+            torch.bitwise_right_shift(block, _SHIFT, out=mixed)
+            mixed.bitwise_and_(_AFTER_SHIFT).bitwise_xor_(block)
+        else:
+            mixed.copy_(block)
+        if words.is_cpu:
+            sums.append(torch.mv(mixed, coefficients))
+        else:  # there is no such product of integers on a GPU
+            sums.append((mixed * coefficients).sum(dim=1))
+    return torch.cat(sums)
+
+
+def _coefficients(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    size = 1 << (start + count - 1).bit_length()
+    return _table(seed, size, device)[start : start + count]
+
+
+@lru_cache(maxsize=64)
+def _table(seed: int, size: int, device: torch.device) -> torch.Tensor:
+    """Odd int64 numbers by their index (splitmix64)."""
+    import torch
+
+    with torch.inference_mode(mode=False):
+        mixed = torch.arange(seed << 40, (seed << 40) + size, dtype=torch.int64, device=device)
+        mixed = mixed * _signed(0x9E3779B97F4A7C15)
+        mixed = _xor_shift(mixed, 30) * _signed(0xBF58476D1CE4E5B9)
+        mixed = _xor_shift(mixed, 27) * _signed(0x94D049BB133111EB)
+        return _xor_shift(mixed, 31) | 1
+
+
+def _xor_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """`values ^ (values >> bits)` of unsigned numbers."""
+    return values ^ ((values >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64)

@@ -1,0 +1,65 @@
+"""The arena in a GPU's memory: this process is the trainer, the weight loader alone the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from invrl.bench.changing_weights import ChangingWeights
+from invrl.bench.loader_server import LoaderServer
+from invrl.bench.weight_updates import UpdatedEngine, measure_idle
+from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.weights.config import WeightSyncConfig
+
+ATTENTION = "model.layers.0.self_attn"
+SHAPES = {
+    "model.embed_tokens.weight": (1024, 256),
+    f"{ATTENTION}.q_proj.weight": (256, 256),
+    f"{ATTENTION}.k_proj.weight": (64, 256),
+    f"{ATTENTION}.v_proj.weight": (64, 256),
+    f"{ATTENTION}.o_proj.weight": (256, 256),
+    "model.norm.weight": (256,),
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that the installed torch can use"),
+]
+
+
+@asynccontextmanager
+async def updated(folder: Path, mode: Literal["copy", "alias"]) -> AsyncIterator[UpdatedEngine]:
+    device = torch.device("cuda", 0)
+    tensors = {
+        name: torch.rand(shape, device=device).to(torch.bfloat16) + 0.5 for name, shape in SHAPES.items()
+    }
+    weights = ChangingWeights(tensors, device=device)
+    server = LoaderServer(await weights.layout(), folder, "cuda")
+    try:
+        server.wait_ready(deadline_s=300.0)
+        async with server.client() as client:
+            receiver = ArenaReceiver("loader", client, WeightSyncConfig(weight_arena=mode))
+            engine = UpdatedEngine(
+                weights, receiver, canary_prompts=(), dtype="bfloat16", deadline_s=60.0, device=device
+            )
+            yield engine
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("mode", ["copy", "alias"])
+async def test_another_process_opens_the_arena_and_holds_the_trainers_bytes(
+    mode: Literal["copy", "alias"], tmp_path: Path
+) -> None:
+    async with updated(tmp_path, mode) as engine:
+        await engine.warm_up()
+        part = await measure_idle(engine, name="loader", updates=5)
+        assert part.failure == ""
+        assert part.details["loader"]["unequal_tensors"] == 0
+        await engine.change_weights()
+        assert await engine.unequal_tensors() == len(SHAPES)  # the check can fail

@@ -1,0 +1,194 @@
+"""The arena in a GPU's memory, without a GPU: handles and errors against a driver of this test, and the whole
+way into an engine with shared memory in the place of the GPU's. On a GPU: `test_cuda_arena.py`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import types
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from test_rank_slices import LAYOUT as SLICED_LAYOUT
+from test_rank_slices import Engine as SlicedEngine
+from test_rank_slices import values as sliced_values
+from test_weight_receiver import LAYOUT, Engine, receiver_of
+
+from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.errors import ChecksumError, LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weights import arena, cuda_memory
+from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
+from invrl.weights.config import WeightSyncConfig
+from invrl.weights.cuda_memory import CudaHandle
+from invrl.weights.multilinear import checksum_of_whole
+from invrl.weights.transaction import load_verified
+
+GPU = torch.device("cuda", 0)
+UUIDS = ["11111111-0000", "22222222-0000"]
+
+
+class Driver:
+    """libcuda: an address is a number, and a handle says it."""
+
+    def __init__(self) -> None:
+        self.device = -1
+        """That the calling thread's context is of."""
+        self.opened: list[tuple[int, int]] = []
+        self.status = 0
+
+    def cuMemAlloc_v2(self, address, num_bytes) -> int:
+        address._obj.value = 4096 * (1 + self.device)
+        return self.status
+
+    def cuIpcGetMemHandle(self, handle, address) -> int:
+        handle._obj.reserved[:8] = address.value.to_bytes(8, "little")
+        handle._obj.reserved[63] = 7
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, address, handle, flags) -> int:
+        assert (handle.reserved[63], flags.value) == (7, 1)
+        address._obj.value = int.from_bytes(bytes(handle.reserved[:8]), "little")
+        self.opened.append((self.device, address._obj.value))
+        return self.status
+
+    def cuGetErrorName(self, status, name) -> int:
+        name._obj.value = b"CUDA_ERROR_INVALID_HANDLE"
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        fake.device = index
+        yield
+        fake.device = -1
+
+    monkeypatch.setattr(cuda_memory, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda_memory, "_tensor_at", lambda *place: place)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=UUIDS[index])
+    )
+    return fake
+
+
+def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, handle = cuda_memory.allocate(1000, torch.device("cuda", 1))
+    assert memory == (8192, 1000, 1)
+    sent = msgspec.json.encode(handle)
+    fields = json.loads(sent)
+    assert (fields["device_uuid"], fields["num_bytes"], fields["offset"]) == (UUIDS[1], 1000, 0)
+    assert len(base64.b64decode(fields["ipc_handle"])) == 64
+    received = msgspec.json.decode(sent, type=CudaHandle)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index])
+    )
+    assert cuda_memory.open_memory(received) == (8192, 1000, 0)  # this process numbers the GPUs otherwise
+    assert driver.opened == [(0, 8192)]
+    later = msgspec.structs.replace(received, offset=64)
+    assert cuda_memory.open_memory(later) == (8256, 1000, 0)
+
+
+def test_what_cannot_be_opened_is_an_error_that_says_why(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, handle = cuda_memory.allocate(1000, GPU)
+    elsewhere = msgspec.structs.replace(handle, device_uuid="33333333-0000")
+    with pytest.raises(WeightSyncError, match="on GPU 33333333-0000, and the engine sees 11111111-0000, 2"):
+        cuda_memory.open_memory(elsewhere)
+    with pytest.raises(WeightSyncError, match="has 64 bytes, this one 3"):
+        cuda_memory.open_memory(msgspec.structs.replace(handle, ipc_handle=b"abc"))
+    driver.status = 400
+    with pytest.raises(WeightSyncError, match=r"cuIpcOpenMemHandle_v2 .*CUDA_ERROR_INVALID_HANDLE \(400\)"):
+        cuda_memory.open_memory(handle)
+    with pytest.raises(WeightSyncError, match="cuMemAlloc_v2 failed"):
+        cuda_memory.allocate(1000, GPU)
+
+    def no_driver() -> ctypes.CDLL:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_memory, "_driver", no_driver)
+    with pytest.raises(WeightSyncError, match="the CUDA driver cannot be loaded"):
+        cuda_memory.allocate(1000, GPU)
+
+
+@pytest.fixture
+def shared_memory_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated on a GPU is shared memory, whose path is the handle."""
+
+    def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHandle]:
+        assert device == GPU
+        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('invrl-test')}"
+        handle = CudaHandle(device_uuid="x", num_bytes=num_bytes, offset=0, ipc_handle=path.encode())
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), handle
+
+    def open_memory(handle: CudaHandle) -> torch.Tensor:
+        path = handle.ipc_handle.decode()
+        return torch.from_file(path, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(arena, "allocate", allocate)
+    monkeypatch.setattr(arena, "open_memory", open_memory)
+
+
+def stage(writer: ArenaWriter, version: int) -> StagedWeights:
+    tensors = {spec.name: torch.full(spec.shape, float(version)) for spec in LAYOUT}
+    return writer.stage(WeightVersion(version), tensors.items())
+
+
+@pytest.mark.usefixtures("shared_memory_as_gpu")
+async def test_the_arena_of_a_gpu_takes_the_same_way_with_checksums_of_the_gpu() -> None:
+    engine = Engine()
+    receiver = receiver_of(engine, readback_every=2)
+    writer = ArenaWriter(LAYOUT, device=GPU)
+    for version in (1, 2, 3, 4):
+        staged = stage(writer, version)
+        await receiver.check(LAYOUT, staged)
+        await load_verified(receiver, staged)
+        for spec in LAYOUT:
+            new = torch.full(spec.shape, float(version))
+            assert torch.equal(engine.parameters[spec.name], new)
+            assert staged.checksums[spec.name] == checksum_of_whole(new)
+    assert engine.loads == [True, False, True, False]
+    handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    assert handle.cuda is not None
+    assert os.stat(handle.path).st_size == 0  # its leases alone are there
+    writer._slots[handle.slot]["model.norm.weight"][3] = 9.0
+    with pytest.raises(ChecksumError, match=r"1 of 2 tensors .*model.norm.weight"):
+        await load_verified(receiver, staged)
+    engine.parameters["model.norm.weight"].fill_(4.0)
+    engine.parameters[LAYOUT[1].name][3, 3] = 9.0
+    held = await receiver.checksums(staged)
+    assert [name for name, value in staged.checksums.items() if held[name] != value] == [LAYOUT[1].name]
+
+
+@pytest.mark.usefixtures("shared_memory_as_gpu")
+async def test_ranks_take_their_slices_from_a_gpu_too() -> None:
+    engine = SlicedEngine()
+    receiver = ArenaReceiver("engine-0", engine, WeightSyncConfig(), num_ranks=4)  # type: ignore[arg-type]
+    writer = ArenaWriter(SLICED_LAYOUT, device=GPU)
+    staged = writer.stage(WeightVersion(1), sliced_values(1).items())
+    await receiver.check(SLICED_LAYOUT, staged)
+    await load_verified(receiver, staged)
+
+
+@pytest.mark.usefixtures("shared_memory_as_gpu")
+def test_an_arena_of_another_layout_is_refused() -> None:
+    handle = msgspec.json.decode(stage(ArenaWriter(LAYOUT, device=GPU), 1).handle, type=ArenaHandle)
+    open_arena(handle, LAYOUT)
+    larger = (*LAYOUT, TensorSpec(name="d", shape=(4096,), dtype="float32"))
+    with pytest.raises(LayoutError, match="not of this layout"):
+        open_arena(handle, larger)
