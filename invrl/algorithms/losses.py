@@ -53,6 +53,8 @@ class LossInputs:
     """Entropy of the current distribution in nats; only for the metrics."""
     denominator: float
     """Trained tokens of the whole mini-batch, over all micro-batches and ranks."""
+    after_update_N: Tensor | None = None
+    """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
 
     def __post_init__(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -127,7 +129,12 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         if inputs.entropy_N is not None:
             means["entropy"] = inputs.entropy_N
         maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
-        return LossOutputs(loss=loss, metrics=_metrics(means, maxima))
+        metrics = _metrics(means, maxima)
+        if inputs.after_update_N is not None:
+            gaps = gap_N[inputs.after_update_N]
+            spanning = _metrics({"mean": gaps}, {"max": gaps})
+            metrics |= {f"logprob_gap_after_update_{name}": metric for name, metric in spanning.items()}
+        return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:

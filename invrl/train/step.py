@@ -46,6 +46,7 @@ from invrl.train.process_group import any_rank, largest_of_expert_ranks
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
+from invrl.train.spanning_turns import sampled_after_update
 from invrl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -387,6 +388,10 @@ def _loss_work(
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
 
+    after_update = [sampled_after_update(sample, mini_batch.version) for sample in mini_batch.samples]
+    after_update_N = None
+    if any(after_update_T.any() for after_update_T in after_update):
+        after_update_N = pick([after_update_T.astype(np.float32) for after_update_T in after_update]) > 0
     loss_inputs = partial(
         LossInputs,
         rollout_N=pick([sample.rollout_logprobs_T for sample in mini_batch.samples]),
@@ -394,6 +399,7 @@ def _loss_work(
         old_N=None if old is None else pick(old),
         reference_N=None if reference is None else pick(reference),
         denominator=float(mini_batch.total_tokens),
+        after_update_N=after_update_N,
     )
     return _LossWork(micro_batch, loss_inputs)
 
