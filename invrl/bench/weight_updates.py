@@ -36,6 +36,8 @@ class TimedUpdate:
 
     window: Window
     """From the end of the trainer's step to the end of the update, its canary included."""
+    resumed_at: float
+    """When the engine was told to go on, before its canary: a time of the monotonic clock."""
     ready_s: float
     """From the end of the trainer's step until the engine can decode under the new version."""
     copy_s: float
@@ -95,6 +97,7 @@ class UpdatedEngine:
         canary_s = max(update.seconds.get(phase, 0.0) for phase in ("canary", "trainer_canary"))
         return TimedUpdate(
             window=Window(start=start, end=end),
+            resumed_at=end - canary_s,
             ready_s=end - start - canary_s,
             copy_s=copy_s,
             phases=update.seconds,
@@ -208,18 +211,19 @@ def part_in_flight(
     """`quiet`: time in which every request decodes and nothing else happens."""
     step_s = decode_step(streams.times, quiet)
     gaps: list[float] = []
+    load_gaps: list[float] = []
     silences: list[float] = []
-    ratios: list[float] = []
     for update in updates:
-        gap_s = longest_gap(streams.times, update.window)
-        gaps.append(gap_s)
+        gaps.append(longest_gap(streams.times, update.window))
+        before_canary = Window(start=update.window.start, end=update.resumed_at)
+        load_gaps.append(longest_gap(streams.times, before_canary))
         silences.append(longest_silence(streams.times, update.window))
-        ratios.append(max(gap_s - step_s, 0.0) / update.copy_s)
     num_failed = len(streams.failures)
     details = summary_of(updates) | {
         "mode": IN_FLIGHT_MODE,
         "decode_step_s": step_s,
         "gap_s": {"median": median(gaps), "longest": max(gaps)},
+        "load_gap_s": {"median": median(load_gaps), "longest": max(load_gaps)},
         "silence_s": {"median": median(silences), "longest": max(silences)},
         "finished_requests": streams.finished,
         "failures": streams.failures[:10],
@@ -232,10 +236,17 @@ def part_in_flight(
     name = f"in_flight_{number}"
     return Part(
         ratios={
-            f"gap_{number}_{IN_FLIGHT_MODE}": median(ratios),
+            f"gap_{number}_{IN_FLIGHT_MODE}": _in_copies(gaps, step_s, updates),
+            f"load_gap_{number}_{IN_FLIGHT_MODE}": _in_copies(load_gaps, step_s, updates),
             f"failed_requests_{number}": num_failed,
             f"unequal_tensors_{number}": unequal,
         },
         details={name: details},
         failure=f"{name}: {', '.join(reasons)}" if reasons else "",
     )
+
+
+def _in_copies(gaps: Sequence[float], step_s: float, updates: Sequence[TimedUpdate]) -> float:
+    """The median of what a gap has beyond a decode step, over the copy of its update."""
+    pairs = zip(gaps, updates, strict=True)
+    return median(max(gap_s - step_s, 0.0) / update.copy_s for gap_s, update in pairs)

@@ -33,6 +33,7 @@ from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import checksum, copy_hashed, num_bytes
+from invrl.weights.tensor_threads import by_threads
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
     or if the slot is being written."""
     slot = mapped_slot(arena, layout)
     with SlotLease(arena.path, arena.slot, writes=False):
-        return {name: checksum(tensor) for name, tensor in slot.items()}
+        return by_threads(lambda _, tensor: checksum(tensor), slot.items())
 
 
 class ArenaWriter:
@@ -205,16 +206,25 @@ def _write(
     tensors: Iterable[tuple[str, torch.Tensor]], views: Slot, hash_tensor: Callable[[torch.Tensor], str]
 ) -> dict[str, str]:
     """Writes each tensor to its place in the slot. Returns checksums of the places. Raises LayoutError."""
-    checksums: dict[str, str] = {}
+
+    def write(name: str, tensor: torch.Tensor) -> str:
+        return copy_hashed(views[name], tensor, hash_tensor)
+
+    return by_threads(write, _placed(tensors, views))
+
+
+def _placed(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors. Raises LayoutError for one that has no place in the slot, or has come before."""
+    names: set[str] = set()
     for name, tensor in tensors:
         view = views.get(name)
         if view is None:
             raise LayoutError(f"{name}: not in the layout")
-        if name in checksums:
+        if name in names:
             raise LayoutError(f"{name}: staged twice")
         if view.shape != tensor.shape or view.dtype != tensor.dtype:
             staged = f"{tensor.dtype} {tuple(tensor.shape)}"
             wanted = f"{view.dtype} {tuple(view.shape)}"
             raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
-        checksums[name] = copy_hashed(view, tensor, hash_tensor)
-    return checksums
+        names.add(name)
+        yield name, tensor

@@ -41,6 +41,7 @@ from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
 from invrl.weights.tensor_spec import checksum, copy_hashed
+from invrl.weights.tensor_threads import by_threads
 from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
@@ -155,14 +156,12 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
             aliased = tuple(name for name, place in places.items() if _is_same_memory(place, slot[name]))
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
-                checksums = {
-                    name: copy_hashed(place, slices[name].of(slot[name]), hashes[name])
-                    for name, place in places.items()
-                }
+                sources = {name: slices[name].of(slot[name]) for name in places}
+                checksums = _copy_hashed(places, sources, hashes)
             _compute_derived(model)
     elif request.folder:
         tensors = read_folder(request.folder, request.tensors)
-        checksums = {name: copy_hashed(place, tensors[name]) for name, place in places.items()}
+        checksums = _copy_hashed(places, tensors, hashes)
         _compute_derived(model)
     elif request.chain:
         load_chain(request.chain, request.tensors, places)
@@ -171,8 +170,21 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         receive_weights(request.broadcast, request.tensors, places)
         _compute_derived(model)
     if request.digest:
-        checksums = {name: hashes[name](place) for name, place in places.items()}
+        checksums = by_threads(lambda name, place: hashes[name](place), places.items())
     return LoaderReply(checksums=checksums, aliased=aliased)
+
+
+def _copy_hashed(
+    places: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
+    hashes: Mapping[str, Callable[[torch.Tensor], str]],
+) -> dict[str, str]:
+    """Copies into each place, and returns the checksums of what stands there."""
+
+    def copy(name: str, source: torch.Tensor) -> str:
+        return copy_hashed(places[name], source, hashes[name])
+
+    return by_threads(copy, sources.items())
 
 
 def _slices(

@@ -76,7 +76,10 @@ def test_a_decode_step_is_measured_where_nothing_else_happens() -> None:
 
 
 def timed_update(start: float, end: float, *, ready_s: float = 0.3, **phases: float) -> TimedUpdate:
-    return TimedUpdate(window=window(start, end), ready_s=ready_s, copy_s=0.1, phases=phases)
+    """It was resumed 0.05 s before its end."""
+    return TimedUpdate(
+        window=window(start, end), resumed_at=end - 0.05, ready_s=ready_s, copy_s=0.1, phases=phases
+    )
 
 
 def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Streams:
@@ -88,16 +91,24 @@ def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Stream
 
 
 def test_a_pause_is_the_gap_without_the_decode_step_in_copies() -> None:
-    """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s."""
-    tokens = [0.0, 0.1, 0.6, 0.7, 1.4, 1.5, 2.3]
-    updates = [timed_update(0.2, 0.5), timed_update(0.8, 1.3), timed_update(1.6, 2.2)]
-    quiet = [window(0.0, 0.1), window(0.6, 0.7), window(1.4, 1.5)]
+    """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s. In the second update a token comes
+    after the engine was resumed and before the canary ends: a longer gap follows the one of the load."""
+    tokens = [0.0, 0.1, 0.6, 0.7, 1.26, 1.96, 2.06, 2.16, 2.96]
+    updates = [timed_update(0.2, 0.5), timed_update(0.8, 1.3), timed_update(2.2, 2.9)]
+    quiet = [window(0.0, 0.1), window(0.6, 0.7), window(1.96, 2.16)]
     part = part_in_flight(updates, ended_streams(tokens), quiet, number=8, unequal=0)
     assert part.failure == ""
     assert part.ratios == pytest.approx(
-        {"gap_8_in_place": 6.0, "failed_requests_8": 0, "unequal_tensors_8": 0}
+        {
+            "gap_8_in_place": 6.0,
+            "load_gap_8_in_place": 4.6,
+            "failed_requests_8": 0,
+            "unequal_tensors_8": 0,
+        }
     )
-    assert part.details["in_flight_8"]["gap_s"] == pytest.approx({"median": 0.7, "longest": 0.8})
+    details = part.details["in_flight_8"]
+    assert details["gap_s"] == pytest.approx({"median": 0.7, "longest": 0.8})
+    assert details["load_gap_s"] == pytest.approx({"median": 0.56, "longest": 0.8})
 
 
 def test_failed_requests_and_wrong_tensors_are_a_failure() -> None:
@@ -214,7 +225,12 @@ async def test_updates_are_measured_with_requests_in_flight(
     engine, client, _ = updated
     part = await measure_in_flight(engine, client, number=3, updates=2, deadline_s=60.0)
     assert part.failure == ""
-    assert part.ratios.keys() == {"gap_3_in_place", "failed_requests_3", "unequal_tensors_3"}
+    assert part.ratios.keys() == {
+        "gap_3_in_place",
+        "load_gap_3_in_place",
+        "failed_requests_3",
+        "unequal_tensors_3",
+    }
     seconds = part.details["in_flight_3"]
     assert seconds["gap_s"]["median"] > seconds["decode_step_s"] > 0
     assert seconds["gap_s"]["longest"] >= seconds["phases"]["paused"]
