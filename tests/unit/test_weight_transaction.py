@@ -50,6 +50,8 @@ class Receiver:
         self.version = 0
         self.paused = False
         self.calls: list[str] = []
+        self.gap_of_prompt: dict[int, float] = {}
+        """By a prompt's first token; `gap` for the others."""
         self.fail: dict[str, Callable[[], None]] = {}
         self.hang: dict[str, Callable[[], None]] = {}
         """Phases that do not end; what is called then lets their deadline pass."""
@@ -100,7 +102,8 @@ class Receiver:
     async def logprobs(self, prompts: Sequence[Sequence[int]]):
         self.asked.append([list(ids) for ids in prompts])
         await self._phase("logprobs")
-        return [np.full(len(ids) - 1, self.gap, np.float32) for ids in prompts]
+        gaps = [self.gap_of_prompt.get(ids[0], self.gap) for ids in prompts]
+        return [np.full(len(ids) - 1, gap, np.float32) for ids, gap in zip(prompts, gaps, strict=True)]
 
 
 def transaction(receivers: Sequence[Receiver], *, is_rolling: bool = False) -> WeightTransaction:
@@ -380,6 +383,31 @@ async def test_the_first_update_asks_every_canary_prompt_and_a_later_one_one_in_
     assert cast("Sender", updates.sender).asked == expected
     await updates.bring_up(newcomer, Joined(three, newcomer))
     assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
+
+
+async def test_one_prompt_beyond_the_bound_is_judged_with_all_of_them(three: list[Receiver]) -> None:
+    """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
+    newcomer = three.pop()
+    updates = transaction(three)
+    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    await updates.run(WeightVersion(1))
+    three[1].gap_of_prompt = {7: 0.06}
+    update = await updates.run(WeightVersion(2))
+    assert three[0].asked == three[1].asked == [updates.canary_prompts, [[7, 8, 9]], updates.canary_prompts]
+    assert update.canary_mean_gap == pytest.approx(0.02)
+    assert update.canary_max_gap == pytest.approx(0.06)
+    await updates.bring_up(newcomer, Joined(three, newcomer))
+    assert newcomer.asked == [updates.canary_prompts], "what the trainer's answer is of"
+
+
+async def test_all_prompts_beyond_the_bound_are_an_error_in_a_later_update_too(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    await updates.run(WeightVersion(1))
+    three[1].gap = 0.06
+    with pytest.raises(CanaryError, match="engine-1"):
+        await updates.run(WeightVersion(2))
+    assert three[1].asked == [updates.canary_prompts, [[7, 8, 9]], updates.canary_prompts]
 
 
 @pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])
