@@ -91,8 +91,8 @@ class WeightTransaction:
     """Runs updates, one at a time, and remembers the weights staged last, to go back to.
 
     The first update asks all canary prompts, a later one asks one of them, in turn: while an engine answers,
-    its agents wait, and a layer or a parameter that is computed wrongly shows in each prompt. Only if that one
-    is beyond the bound, all are asked, and their mean decides.
+    its agents wait, and a layer or a parameter that is computed wrongly shows in each prompt. Only if that
+    one is beyond the bound, all are asked, and their mean decides.
     """
 
     sender: WeightSender
