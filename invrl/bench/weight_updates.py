@@ -21,7 +21,8 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver
 from invrl.types import WeightVersion
-from invrl.weights.transaction import CanaryBound, Load, WeightTransaction, load_alone
+from invrl.weights.canary import CanaryBound
+from invrl.weights.transaction import Load, WeightTransaction, load_alone
 
 _WARM_UP_UPDATES = 2
 """The first write into each slot of the arena faults its memory in."""
@@ -93,8 +94,7 @@ class UpdatedEngine:
         update = await self._transaction.run(WeightVersion(self._version))
         end = time.monotonic()
         self._num_bytes = update.num_bytes
-        # Engine and trainer are asked side by side.
-        canary_s = max(update.seconds.get(phase, 0.0) for phase in ("canary", "trainer_canary"))
+        canary_s = update.seconds.get("canary", 0.0)
         return TimedUpdate(
             window=Window(start=start, end=end),
             resumed_at=end - canary_s,

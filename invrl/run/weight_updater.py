@@ -15,7 +15,8 @@ from invrl.run.config import Config
 from invrl.train.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
 from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.transaction import CanaryBound, Committed, WeightTransaction, load_alone
+from invrl.weights.canary import CanaryBound
+from invrl.weights.transaction import Committed, WeightTransaction, load_alone
 from invrl.weights.verification import EngineVerification, Verification, compare
 
 _CANARY_TEXTS = (

@@ -28,8 +28,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
@@ -40,6 +40,7 @@ from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError,
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
 from invrl.metrics import timed
 from invrl.types import WeightUpdate, WeightVersion
+from invrl.weights.canary import CanaryBound
 from invrl.weights.newcomers import Newcomers
 
 logger = logging.getLogger(__name__)
@@ -52,25 +53,6 @@ Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
     await receiver.load(staged)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryBound:
-    """Largest |engine - trainer| log-prob gap in nats on the canary prompts."""
-
-    max_gap: float
-    mean_gap: float
-
-    @classmethod
-    def for_dtypes(cls, *dtypes: str) -> CanaryBound:
-        """The coarsest dtype of engine and trainer decides.
-
-        fp32 against fp32 differs by 1e-5. bf16 differs by a few hundredths on average and far more on single
-        unlikely tokens, so for bf16 the mean is the bound that matters.
-        """
-        if all(dtype == "float32" for dtype in dtypes):
-            return cls(max_gap=1e-3, mean_gap=1e-3)
-        return cls(max_gap=2.0, mean_gap=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +120,11 @@ class WeightTransaction:
             await update.call_each("prepare", lambda engine: engine.check(layout, staged))
             prompts = self._canary_prompts_of(version)
             new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
-            if self.is_rolling:
-                await self._give_one_by_one(update, new)
-            else:
-                await self._give_to_all(update, new, old=self.committed)
+            with self._trainer_canary(update, prompts) as update.trainer_canary:  # while the engines load
+                if self.is_rolling:
+                    await self._give_one_by_one(update, new)
+                else:
+                    await self._give_to_all(update, new, old=self.committed)
         return WeightUpdate(
             version=version,
             num_bytes=staged.num_bytes,
@@ -187,6 +170,7 @@ class WeightTransaction:
         unrestored = list(update.lost)
         for engine in update.remaining():
             alone = self._begin(receivers=(engine,), seconds=update.seconds)
+            alone.trainer_canary = update.trainer_canary
             try:
                 await self._give_to_all(alone, new, old=old)
             except CanaryError as error:
@@ -269,7 +253,7 @@ class WeightTransaction:
                 if committed.canary is not None:
                     served = await engine.logprobs(committed.canary_prompts)
                     difference = np.concatenate(served) - committed.canary
-                    self._check_gap(engine.name, difference, staged.version)
+                    self.bound.check(engine.name, difference, staged.version)
         except TimeoutError:
             reason = f"{engine.name} did not take the fleet's version within {self.deadline_s:g} s"
             raise WeightSyncError(reason, engine=engine.name) from None
@@ -327,60 +311,57 @@ class WeightTransaction:
         assert committed is not None, "the canary follows a commit"
         if not committed.canary_prompts:
             return
+        assert update.trainer_canary is not None, "the trainer is asked before the engines"
         try:
-            await self._compare_canary(update, committed)
+            await self._compare_canary(update, committed, update.trainer_canary)
         except CanaryError as error:
             if len(committed.canary_prompts) == len(self.canary_prompts):
                 raise
             logger.warning("all canary prompts are asked, because of one: %s", error)
             everything = replace(committed, canary_prompts=self.canary_prompts, canary=None)
-            await self._compare_canary(update, everything)
+            with self._trainer_canary(update, self.canary_prompts) as trained:
+                await self._compare_canary(update, everything, trained)
 
-    async def _compare_canary(self, update: _Update, committed: Committed) -> None:
-        """Ask engines and trainer side by side. Raises CanaryError beyond the bound."""
-        prompts = committed.canary_prompts
-        served: dict[str, NDArray[np.float32]] = {}
+    @contextmanager
+    def _trainer_canary(
+        self, update: _Update, prompts: Sequence[Sequence[int]]
+    ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
+        """The trainer's log-probs of the prompts, one after another, which it computes within the block."""
 
-        async def ask(engine: WeightReceiver) -> None:
-            served[engine.name] = np.concatenate(await engine.logprobs(prompts))
-
-        async def trained() -> NDArray[np.float32]:
-            if committed.canary is not None:
-                return committed.canary
+        async def ask() -> NDArray[np.float32]:
+            if not prompts:
+                return np.empty(0, np.float32)
             with timed(update.seconds, "trainer_canary"):
                 return np.concatenate(await self.sender.logprobs(prompts))
 
-        asking_trainer = asyncio.ensure_future(trained())
+        asking = asyncio.ensure_future(ask())
         try:
-            await update.try_each("canary", ask)
-            update.raise_if_all_lost()
-            expected = await asking_trainer
+            yield asking
         finally:
-            asking_trainer.cancel()
+            asking.cancel()
+            asking.add_done_callback(_ignore_error)
+
+    async def _compare_canary(
+        self, update: _Update, committed: Committed, trained: asyncio.Future[NDArray[np.float32]]
+    ) -> None:
+        """Ask the engines. Raises CanaryError beyond the bound."""
+        served: dict[str, NDArray[np.float32]] = {}
+
+        async def ask(engine: WeightReceiver) -> None:
+            served[engine.name] = np.concatenate(await engine.logprobs(committed.canary_prompts))
+
+        await update.try_each("canary", ask)
+        update.raise_if_all_lost()
+        expected = committed.canary
+        if expected is None:
+            with timed(update.seconds, "canary"):
+                expected = await trained
         gaps: list[tuple[float, float]] = []
         for name, logprobs in served.items():
-            gaps.append(self._check_gap(name, logprobs - expected, committed.staged.version))
+            gaps.append(self.bound.check(name, logprobs - expected, committed.staged.version))
         update.max_gaps += [max_gap for max_gap, _ in gaps]
         update.mean_gaps += [mean_gap for _, mean_gap in gaps]
         self.committed = replace(committed, canary=expected)
-
-    def _check_gap(
-        self, name: str, difference: NDArray[np.float32], version: WeightVersion
-    ) -> tuple[float, float]:
-        """(largest, mean) gap of one engine. Raises CanaryError beyond the bound."""
-        gaps = np.abs(difference)
-        max_gap = float(gaps.max())
-        mean_gap = float(gaps.mean())
-        # A comparison with NaN is False, so a NaN does not pass.
-        is_within = max_gap <= self.bound.max_gap and mean_gap <= self.bound.mean_gap
-        if not is_within:
-            raise CanaryError(
-                f"{name} serves another model than the trained one: on the canary prompts of version "
-                f"{version} log-probs differ by {max_gap:.2e} at most and {mean_gap:.2e} on average; "
-                f"the bounds are {self.bound.max_gap:.0e} and {self.bound.mean_gap:.0e}",
-                engine=name,
-            )
-        return max_gap, mean_gap
 
 
 @dataclass(slots=True, kw_only=True)
@@ -395,6 +376,8 @@ class _Update:
     max_gaps: list[float] = field(default_factory=list)
     """Of the canary, by engine; `mean_gaps` too."""
     mean_gaps: list[float] = field(default_factory=list)
+    trainer_canary: asyncio.Future[NDArray[np.float32]] | None = None
+    """The trainer's log-probs of the update's canary prompts, from the pause on."""
     paused_at: float = 0.0
     paused: bool = False
     """Some engine may be paused."""
@@ -475,6 +458,12 @@ class _Update:
             if error is not None:
                 failures[receiver.name] = error
         return failures
+
+
+def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:
+    """Of a task that nobody waits for any more: asyncio would complain of it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def load_verified(receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone) -> None:

@@ -43,7 +43,8 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     from invrl.engines.config import EngineConfig
     from invrl.engines.fleet import Fleet
     from invrl.types import WeightVersion
-    from invrl.weights.transaction import CanaryBound, WeightTransaction
+    from invrl.weights.canary import CanaryBound
+    from invrl.weights.transaction import WeightTransaction
 
     model = make_tiny_model(folder / "model", kv_heads=4)
     fleet = Fleet(EngineConfig(engine_dtype="float32", engine_start_timeout_s=500), model, folder / "fleet")

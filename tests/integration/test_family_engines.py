@@ -29,7 +29,8 @@ from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.types import Sampling, WeightUpdate, WeightVersion
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.canary import CanaryBound
+from invrl.weights.transaction import WeightTransaction
 
 PROMPTS = [list(range(20, 50)), [5, 400, 33, 33, 90, 100, 511, 7, 9, 300, 301, 302]]
 """Longer than the windows of the small models."""

@@ -25,7 +25,8 @@ from invrl.errors import WeightSyncError
 from invrl.host.process import family_of, still_running
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.canary import CanaryBound
+from invrl.weights.transaction import WeightTransaction
 from invrl.weights.verification import describe
 
 Parts = tuple[Fleet, WeightUpdater, TorchSender]

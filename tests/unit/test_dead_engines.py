@@ -19,8 +19,9 @@ from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightSyncConfig
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 

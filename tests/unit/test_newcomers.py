@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.canary import CanaryBound
 from invrl.weights.newcomers import Newcomers
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 

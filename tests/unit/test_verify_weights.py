@@ -19,8 +19,9 @@ from invrl.run.verification_socket import Verify, answer_verifications
 from invrl.run.weight_updater import WeightUpdater
 from invrl.store.run_folder import RunFolder
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.canary import CanaryBound
 from invrl.weights.newcomers import Newcomers
-from invrl.weights.transaction import CanaryBound, Committed, WeightTransaction
+from invrl.weights.transaction import Committed, WeightTransaction
 from invrl.weights.verification import ReadBack, Verification, compare
 
 LAYOUT = tuple(TensorSpec(name=name, shape=(2, 3), dtype="bfloat16") for name in ("a", "b"))

@@ -21,9 +21,10 @@ from invrl.weights import broadcast, broadcast_loads
 from invrl.weights.broadcast import Piece, pieces_of_buckets
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.broadcaster import Broadcaster
+from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.tensor_spec import checksum
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.transaction import WeightTransaction
 
 TIMEOUT_S = 4.0
 SETTINGS = WeightSyncConfig.model_validate({"weight_sync_timeout_s": 30 * TIMEOUT_S})

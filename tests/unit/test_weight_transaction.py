@@ -14,7 +14,8 @@ from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncErro
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import transaction as weight_sync
-from invrl.weights.transaction import CanaryBound, WeightTransaction
+from invrl.weights.canary import CanaryBound
+from invrl.weights.transaction import WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 PHASES = ("check", "pause", "load", "checksums", "commit", "resume", "logprobs")
