@@ -1,8 +1,8 @@
 """The settings that each command uses.
 
-`invrl serve` and `invrl eval` do not train, so most of the configuration has no effect on them. They take
-only the flags of the settings that are named here, and their checks look only at these. Every other command
-takes all settings."""
+`invrl serve`, `invrl eval` and `invrl engine` do not train, so most of the configuration has no effect on
+them. They take only the flags of the settings that are named here, and their checks look only at these. Every
+other command takes all settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +52,8 @@ def _all_keys(table: str) -> frozenset[str]:
     return frozenset(SECTIONS[table].model_fields)
 
 
+_NO_TRAINER: Tables = {"run": {"debug_rollout_only": True}}
+"""For commands that send no weights: it does not matter how they would."""
 _EVERYTHING = CommandSettings(keys={table: _all_keys(table) for table in SECTIONS})
 _SERVE = CommandSettings(
     keys={
@@ -70,7 +72,8 @@ _SERVE = CommandSettings(
             "rollout_workers": 1,
             "eval_samples_per_task": 1,
             "rollout_timeout_s": 1e-3,
-        }
+        },
+        **_NO_TRAINER,
     },
 )
 _EVAL = CommandSettings(
@@ -83,9 +86,27 @@ _EVAL = CommandSettings(
     },
     packages=("sglang", "router"),
     # An evaluation has no steps and no batches.
-    neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}},
+    neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}, **_NO_TRAINER},
 )
-_BY_COMMAND = {"serve": _SERVE, "eval": _EVAL}
+_ENGINE = CommandSettings(
+    keys={
+        "model": frozenset({"model_path"}),
+        "engine": frozenset(
+            {
+                "engine_dtype",
+                "engine_tp_size",
+                "engine_max_total_tokens",
+                "engine_start_timeout_s",
+                "seeded_sampling",
+            }
+        ),
+        "weight_sync": frozenset({"weight_update_inflight"}),
+        "train": frozenset({"routing_replay"}),
+    },
+    packages=("sglang",),
+    neutral={**_SERVE.neutral, "rollout": {**_SERVE.neutral["rollout"], "max_new_tokens": 1}},
+)
+_BY_COMMAND = {"serve": _SERVE, "eval": _EVAL, "engine": _ENGINE}
 
 
 def settings_of(command: str) -> CommandSettings:

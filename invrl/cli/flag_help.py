@@ -34,6 +34,12 @@ _FIRST_SETTINGS = {
         "max_new_tokens",
         "run_name",
     ),
+    "engine": (
+        "model_path",
+        "engine_dtype",
+        "engine_tp_size",
+        "engine_max_total_tokens",
+    ),
     "serve": (
         "model_path",
         "gateway_host",

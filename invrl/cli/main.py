@@ -30,6 +30,9 @@ COMMANDS = {
     "serve": Command(
         "serve", "serve", "serve a model through the gateway, without a trainer", takes_settings=True
     ),
+    "engine": Command(
+        "engine", "engine", "start one engine alone, which runs use from elsewhere", takes_settings=True
+    ),
     "eval": Command("evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True),
     "export": Command("export", "export", "write the model of a run's step into a folder of its own"),
     "doctor": Command(

@@ -1,16 +1,21 @@
 """Settings of the engines and of the router in front of them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from invrl.section import Section
+from invrl.section import COMMA_SEPARATED, Section
 
 
 class EngineConfig(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
-    num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
+    num_engines: NonNegativeInt = Field(
+        1, description="SGLang servers that the run starts (0: only with external_engines)"
+    )
+    external_engines: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (), description="URLs of engines that `invrl engine` has started; they have the key INVRL_ENGINE_KEY"
+    )
     engine_tp_size: PositiveInt = Field(
         1, description="processes of an engine, each with a slice of every weight matrix"
     )
@@ -35,3 +40,11 @@ class EngineConfig(Section):
         "", description="virtual environment with smg (empty: that of `invrl install --router smg`)"
     )
     router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")
+
+    @property
+    def described(self) -> str:
+        """For a message: how many engines there are."""
+        text = f"{self.num_engines} engine(s)"
+        if self.external_engines:
+            text += f" beside {len(self.external_engines)} external"
+        return text

@@ -102,7 +102,7 @@ async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float,
 
 
 async def engine_death(
-    processes: Sequence[psutil.Process],
+    processes: Sequence[psutil.Process] | None,
     client: Answers,
     receiver: Updated,
     *,
@@ -110,12 +110,14 @@ async def engine_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once this engine is dead, with the reason. `processes` are those that it cannot be without."""
+    """Returns once this engine is dead, with the reason. `processes` are those that it cannot be without;
+    None if they are not ours to see: then its silence alone tells."""
     clock = clock or Clock()
-    names = [_name(process) for process in processes]
+    seen = processes or ()
+    names = [_name(process) for process in seen]
 
     async def answers(deadline_s: float) -> bool:
-        if _any_stopped(processes):
+        if _any_stopped(seen):
             return False
         was_loading = receiver.is_loading
         answered = await client.answers(deadline_s=deadline_s)
@@ -136,9 +138,11 @@ async def engine_death(
         f"it has made no token for {token_timeout_s:g} s": until_silent(
             makes_tokens, timeout_s=token_timeout_s, interval_s=interval_s, clock=clock
         ),
-        "a process of it has ended": until_ended(processes, interval_s=interval_s, clock=clock),
     }
-    return await _first_cause(causes, processes, names)
+    if processes is not None:
+        ended = until_ended(processes, interval_s=interval_s, clock=clock)
+        causes["a process of it has ended"] = ended
+    return await _first_cause(causes, seen, names)
 
 
 async def router_death(
@@ -186,6 +190,8 @@ async def _first_cause(
         first = done.pop()
         first.result()
         states = [f"{name}: {state_of(process)}" for name, process in zip(names, processes, strict=True)]
+        if not states:
+            return waits[first]
         return f"{waits[first]} ({'; '.join(states)})"
     finally:
         for wait in waits:

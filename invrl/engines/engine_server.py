@@ -1,10 +1,10 @@
 """One SGLang server as an OS process: its command line, its keys, its start and its end.
 
-Invariant: everything of it listens on loopback, and it answers nobody without a key. `api_key` may sample;
-the router holds it. `admin_key` may pause the engine and change its weights; the weight receiver holds it.
-Keys travel in the environment, which no process listing shows. What the engine's processes put into TMPDIR
-goes with them, also when they are killed. What differs between CPU and GPU when an engine is started is in
-this file.
+Invariant: everything of it listens on loopback (an engine of `invrl engine` by its HTTP process where it is
+told to), and it answers nobody without a key. `api_key` may sample; the router holds it. `admin_key` may
+pause the engine and change its weights; the weight receiver holds it. Keys travel in the environment, which
+no process listing shows. What the engine's processes put into TMPDIR goes with them, also when they are
+killed. What differs between CPU and GPU when an engine is started is in this file.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,7 @@ import orjson
 import psutil
 
 from invrl.engines.config import EngineConfig
+from invrl.engines.engine_identity import START_VARIABLE, sampling_key
 from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
 from invrl.host.ports import ReservedPort
@@ -64,6 +66,22 @@ def count_gpus() -> int:
     return count.value if succeeded else 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """Where an engine listens, and the key that it has for whoever comes with the same."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+    key: str = ""
+    """"": the engine belongs to the run that starts it."""
+
+    @property
+    def reached_from_here(self) -> str:
+        """The host for connections from this machine."""
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+
 class EngineServer(ServerProcess):
     """Start it from a thread that lives as long as it should."""
 
@@ -79,15 +97,22 @@ class EngineServer(ServerProcess):
         run_folder: Path,
         passthrough: Sequence[str] = (),
         api_key: str | None = None,
+        place: "EnginePlace | None" = None,
     ) -> None:
-        """`api_key`: None makes a random one."""
-        self.api_key = api_key or random_key()
-        self.admin_key = random_key()
+        """`api_key`: None makes a random one. `place`: None for a free port of loopback, and a random key.
+
+        Raises OSError if somebody listens on the port of the place.
+        """
+        place = place or EnginePlace()
+        self.admin_key = place.key or random_key()
+        start = random_key()
+        self.api_key = api_key or sampling_key(self.admin_key, start)
         self._config = config
-        self._port = ReservedPort()
+        self._port = ReservedPort(place.port)
         self._temporary = TemporaryFolder("engine")
-        self.url = f"http://127.0.0.1:{self._port.number}"
-        command = _command(config, model_path, self._port.number)
+        self.url = f"http://{place.host}:{self._port.number}"
+        self._own_host = place.reached_from_here
+        command = _command(config, model_path, place.host, self._port.number)
         command += passthrough  # a later flag wins
         env = {
             "OMP_NUM_THREADS": "1",
@@ -96,6 +121,8 @@ class EngineServer(ServerProcess):
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
         }
+        if place.key:
+            env[START_VARIABLE] = start
         super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
 
     def processes(self) -> list[psutil.Process]:
@@ -131,7 +158,7 @@ class EngineServer(ServerProcess):
         """Ask for one token, in place of SGLang's own warm-up: the server counts as up only after it."""
         body = orjson.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
         check_alive = processes.check_alive
-        http = HTTPConnection("127.0.0.1", self._port.number, timeout=_FIRST_TOKEN_DEADLINE_S)
+        http = HTTPConnection(self._own_host, self._port.number, timeout=_FIRST_TOKEN_DEADLINE_S)
         try:
             # Refused at once until the HTTP process listens, which it does after the model is loaded.
             status = _post(http, "/generate", self.api_key, body, meanwhile=check_alive)
@@ -232,11 +259,11 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
 
 
-def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
+def _command(config: EngineConfig, model_path: Path, host: str, port: int) -> list[str]:
     on_cpu = count_gpus() == 0
     flags = {
         "model-path": str(model_path),
-        "host": "127.0.0.1",
+        "host": host,
         "port": str(port),
         "dtype": config.engine_dtype,
         "weight-version": "0",

@@ -1,10 +1,13 @@
-"""M engines behind one router, as one object that starts, updates and ends them.
+"""M engines behind one router, as one object that starts, updates and ends them, or uses those of others.
 
 Invariant: an engine that comes back joins `engines` with the fleet's version whole, and from then on every
 update includes it; only then is it registered with the router. An engine that leaves (`evict`) is unknown to
 weight updates at once; in the background it is unregistered from the router and then ended. Each engine and
 the router have a watch of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
 raises when a watch itself has failed. A router that dies is started again at the same address.
+
+An external engine (`external_engine.py`) is one of them like the others, but that nobody here starts or ends
+its process: one that left is waited for, and joins like an engine that was started again.
 
 A plain class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers
 should.
@@ -22,8 +25,9 @@ from typing import Any, ParamSpec, TypeVar
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
 from invrl.engines.engine_server import EngineServer, max_total_tokens
+from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_args import router_flags, sglang_flags
+from invrl.engines.sglang_args import flags_of_run, router_flags
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.engines.smg import find_smg
 from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
@@ -46,9 +50,9 @@ _ROUTER_RESTARTS_PER_MINUTE = 3
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process, the client with its keys, its receiver."""
+    """One engine of the fleet: its process, or what stands for one, the client with its keys, its receiver."""
 
-    server: EngineServer
+    server: EngineServer | ExternalEngine
     client: SglangClient
     receiver: EngineReceiver
 
@@ -66,6 +70,7 @@ class Fleet:
         weight_sync: WeightSyncConfig | None = None,
         heartbeat_timeout_s: float = 30.0,
         record_experts: bool = False,
+        external_key: str = "",
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
@@ -73,19 +78,21 @@ class Fleet:
         defaults. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
         `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
+        `external_key`: that of external engines.
         """
         self._config = engine
         self._model_path = model_path
         self._run_folder = run_folder
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync = weight_sync or WeightSyncConfig.model_validate({})
-        self._sglang_flags = sglang_flags(sglang or {})
-        if record_experts:
-            self._sglang_flags = [*self._sglang_flags, "--enable-return-routed-experts"]
-        if self._weight_sync.weight_update_inflight == "in_place":
-            # A step that is computed while the results of the one before are read would still be under way
-            # when the weights change, and its tokens would bear the new version.
-            self._sglang_flags = [*self._sglang_flags, "--disable-overlap-schedule"]
+        in_place = self._weight_sync.weight_update_inflight == "in_place"
+        self._sglang_flags = flags_of_run(sglang or {}, in_place=in_place, record_experts=record_experts)
+        self._traits = wanted_traits(engine, model_path, in_place=in_place, record_experts=record_experts)
+        self._external_key = external_key
+        self._external_urls = {
+            f"external-{index}": url.rstrip("/") for index, url in enumerate(engine.external_engines)
+        }
+        """By name, of the engines that others start and end."""
         self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
         self._router_flags = router_flags(router or {}, self._smg)
         self.limits = EngineLimits.of(model_path, max_total_tokens=max_total_tokens(engine))
@@ -101,15 +108,18 @@ class Fleet:
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
         # A pool of our own, large enough: threads that wait for an engine to start must not delay those
         # that end one.
-        self._threads = ThreadPoolExecutor(max_workers=3 * engine.num_engines + 3, thread_name_prefix="fleet")
+        num_engines = engine.num_engines + len(self._external_urls)
+        self._threads = ThreadPoolExecutor(max_workers=3 * num_engines + 3, thread_name_prefix="fleet")
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls in those threads, also when nobody waits for them any more."""
         self.router = self._launch_router()
 
     async def start(self) -> None:
-        """Start all engines at once; none gets requests before `admit`. After an error nothing is left."""
+        """Start all engines at once, and wait for the external ones; none gets requests before `admit`. After
+        an error nothing is left. Raises ConfigError for an external engine that is not what the run needs."""
         try:
             names = [f"engine-{index}" for index in range(self._config.num_engines)]
+            names += self._external_urls
             self.engines = {name: self._launch(name) for name in names}
             async with asyncio.TaskGroup() as starts:
                 for name, engine in self.engines.items():
@@ -143,6 +153,17 @@ class Fleet:
                 raise error
             self.evict(name, f"the router does not reach it: {error}")
 
+    async def check_unchanged(self) -> None:
+        """For a fleet whose weights nobody sends. Raises ServerError unless every engine holds those of its
+        model folder: an external one may have been trained before."""
+        for name, engine in self.engines.items():
+            version = await engine.client.weight_version()
+            if version != "0":
+                raise ServerError(
+                    f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not the "
+                    "model folder's weights: start it again"
+                )
+
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self.engines.values()]
 
@@ -164,7 +185,7 @@ class Fleet:
         """Take an engine out of the fleet; do nothing if it has left already.
 
         From here on no update knows it. In the background it is unregistered, ended, and, once
-        `restart_evicted` has been called, started again.
+        `restart_evicted` has been called, started again. An external one is only waited for.
         """
         engine = self.engines.pop(name, None)
         if engine is None:
@@ -181,8 +202,8 @@ class Fleet:
     def restart_evicted(self, bring_up: BringUp) -> None:
         """From now on start engines that left again, also those that have left already.
 
-        Each is started at most `engine_max_restarts` times, in the background. `bring_up` gives it the
-        fleet's version.
+        Each is started at most `engine_max_restarts` times, in the background; an external one is waited for
+        as long as the fleet lives. `bring_up` gives it the fleet's version.
         """
         self._bring_up = bring_up
         for name in self.evicted:
@@ -270,7 +291,7 @@ class Fleet:
     # ------------------------------------------------------------------ engines come and go
 
     def _may_restart(self, name: str) -> bool:
-        return self._restarts[name] < self._config.engine_max_restarts
+        return name in self._external_urls or self._restarts[name] < self._config.engine_max_restarts
 
     async def _replace(self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None) -> None:
         """End an engine that left, and start it again while that is wanted and allowed. `after`: what started
@@ -281,15 +302,26 @@ class Fleet:
             await self._retire(engine)
         while self._bring_up is not None and self._may_restart(name):
             self._restarts[name] += 1
-            count = f"{self._restarts[name]} of {self._config.engine_max_restarts}"
-            _LOG.warning("%s is started again (%s); it left: %s", name, count, self.evicted[name])
+            count = self._announce_restart(name)
             try:
                 return await self._restart(name, self._bring_up)
             except Exception as error:  # of this engine: the others go on without it
                 _LOG.exception("%s did not come back (%s)", name, count)
                 self.evicted[name] = f"it did not come back: {error}"
+            if name in self._external_urls:
+                await asyncio.sleep(self._config.engine_health_interval_s)
         if self._bring_up is not None:
             _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
+
+    def _announce_restart(self, name: str) -> str:
+        """Log it. Returns which restart of how many it is."""
+        count = str(self._restarts[name])
+        action = "is waited for"
+        if name not in self._external_urls:
+            count += f" of {self._config.engine_max_restarts}"
+            action = "is started again"
+        _LOG.warning("%s %s (%s); it left: %s", name, action, count, self.evicted[name])
+        return count
 
     async def _restart(self, name: str, bring_up: BringUp) -> None:
         """Start a new process under the name, which joins the fleet when `bring_up` says so.
@@ -340,21 +372,34 @@ class Fleet:
         working.result()
 
     def _launch(self, name: str) -> Engine:
-        """Start an engine's process, in this thread: the kernel ends it together with the thread."""
-        server = EngineServer(
-            name,
-            self._config,
-            model_path=self._model_path,
-            run_folder=self._run_folder,
-            passthrough=self._sglang_flags,
-            api_key=self.router.engine_api_key,
-        )
+        """Start an engine's process, in this thread: the kernel ends it together with the thread. The name of
+        an external engine starts nothing."""
+        server: EngineServer | ExternalEngine
+        if name in self._external_urls:
+            server = ExternalEngine(
+                name,
+                self._external_urls[name],
+                key=self._external_key,
+                traits=self._traits,
+                total_tokens=max_total_tokens(self._config),
+                start_timeout_s=self._config.engine_start_timeout_s,
+            )
+        else:
+            server = EngineServer(
+                name,
+                self._config,
+                model_path=self._model_path,
+                run_folder=self._run_folder,
+                passthrough=self._sglang_flags,
+                api_key=self.router.engine_api_key,
+            )
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
         receiver = RECEIVERS[self._weight_sync.weight_transport](
             name, client, self._weight_sync, num_ranks=self._config.engine_tp_size
         )
+        receiver.replies_over_http = name in self._external_urls
         return Engine(server=server, client=client, receiver=receiver)
 
     def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:
@@ -388,6 +433,7 @@ class Fleet:
             except BaseException:
                 await self._end(engine)
                 raise
+        engine.client.api_key = engine.server.api_key  # that of an external engine is known now
         return engine
 
     async def _register(self, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 Invariant: `sglang_on_cpu` is applied at module level, because SGLang's spawned processes (scheduler,
 detokenizer) import the main module again and need it too. The server starts only under the `__main__` guard.
 
-Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
+Nothing of an engine listens beyond loopback, but its HTTP process if it is told to: torch's own rendezvous opens a store without a key on every
 interface, so an engine's ranks get a store in a file instead, and an engine of one rank in its memory.
 
 SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes. Here it is a file in
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING
 
 from invrl.engines.canary_first import put_canaries_first
 from invrl.engines.drain_route import add_drain_route
+from invrl.engines.engine_identity import add_identity_route
 from invrl.engines.experts_by_label import answer_with_experts
 from invrl.engines.kv_versions import separate_kv_of_versions
-from invrl.engines.masked_logs import mask_keys_in_logs
+from invrl.engines.masked_logs import hide_keys_in_answers, mask_keys_in_logs
+from invrl.engines.reply_route import add_reply_route
 from invrl.host import sglang_on_cpu
 
 if TYPE_CHECKING:
@@ -105,7 +107,10 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     _change_scheduler()
+    hide_keys_in_answers()
     add_drain_route()
+    add_identity_route()
+    add_reply_route()
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()

@@ -217,6 +217,19 @@ def sglang_flags(options: Mapping[str, object]) -> list[str]:
     return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
+def flags_of_run(options: Mapping[str, object], *, in_place: bool, record_experts: bool) -> list[str]:
+    """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go on in place while
+    weights change. `record_experts`: engines keep which experts computed each token."""
+    flags = sglang_flags(options)
+    if record_experts:
+        flags.append("--enable-return-routed-experts")
+    if in_place:
+        # A step that is computed while the results of the one before are read would still be under way when
+        # the weights change, and its tokens would bear the new version.
+        flags.append("--disable-overlap-schedule")
+    return flags
+
+
 def router_flags(options: Mapping[str, object], installed_smg: smg.Smg | None = None) -> list[str]:
     """As `sglang_flags`, for `--router-NAME`: options of smg, if it is given, or else of sglang-router."""
     if installed_smg is None:

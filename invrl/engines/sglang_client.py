@@ -28,6 +28,7 @@ from invrl.engines.canary_first import canary_rid
 from invrl.engines.drain_route import DRAIN_PATH
 from invrl.engines.experts_by_label import EXPERTS_LABEL
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
+from invrl.engines.reply_route import REPLY_PATH
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.engines.sglang_answers import GenerateEvent, MetaInfo, decode_event, events_of
 from invrl.engines.version_spans import VersionTracker
@@ -190,7 +191,8 @@ class SglangClient:
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
-        self._api_key = api_key
+        self.api_key = api_key
+        """The key that samples. That of an external engine is known once the engine has been reached."""
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
@@ -238,7 +240,7 @@ class SglangClient:
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
-                self._open("/generate", body, key=self._api_key, routing_key=request.routing_key) as response,
+                self._open("/generate", body, key=self.api_key, routing_key=request.routing_key) as response,
             ):
                 async for event in events_of(response):
                     chunk = reader.add(event)
@@ -344,6 +346,11 @@ class SglangClient:
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
+    async def loader_reply(self, name: str) -> bytes:
+        """What the engine's weight loader has answered under this name; each answer is given out once."""
+        path = f"{REPLY_PATH}/{name}"
+        return await self._ask(path, deadline_s=_CONTROL_DEADLINE_S, key=self._admin_key)
+
     async def answers(self, *, deadline_s: float) -> bool:
         """Whether the scheduler answers between two of its steps: it does while paused, not while hung."""
         with contextlib.suppress(ServerError, DeadlineError):
@@ -376,7 +383,7 @@ class SglangClient:
     ) -> bytes:
         """The whole answer of `_open`. `key` None stands for the key that samples."""
         if key is None:
-            key = self._api_key
+            key = self.api_key
         try:
             async with (
                 asyncio.timeout(deadline_s),

@@ -19,6 +19,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.engines.engine_server import WEIGHT_LOADER
+from invrl.engines.reply_route import REPLY_PREFIX
 from invrl.engines.sglang_client import SglangClient
 from invrl.errors import ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
@@ -66,6 +68,8 @@ class EngineReceiver(ABC):
         """For the health check: the engine copies or hashes its weights in one call, during which its
         scheduler answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the
         update."""
+        self.replies_over_http = False
+        """The engine may be on another machine, so its weight loader cannot write into a folder of ours."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """Raises LayoutError unless the layout is exactly the engine's weights.
@@ -158,10 +162,11 @@ class EngineReceiver(ABC):
     ) -> LoaderReply:
         """Send one request to the loader inside each rank of the engine, within `_update`. The checksums of
         the reply are those of whole tensors."""
-        with TemporaryDirectory(prefix="invrl-reply-") as reply_folder:
+        with TemporaryDirectory(prefix=REPLY_PREFIX) as reply_folder:
+            paths = [Path(reply_folder, f"{self.name}-{index}") for index in range(self._num_ranks)]
             requests = [
                 LoaderRequest(
-                    reply_path=f"{reply_folder}/{self.name}-{index}",
+                    reply_path=self._path_for_loader(paths[index]),
                     rank=EngineRank(index=index, size=self._num_ranks),
                     checksums_add_up=self._checksums_add_up,
                     tensors=layout,
@@ -175,10 +180,22 @@ class EngineReceiver(ABC):
                 for index in range(self._num_ranks)
             ]
             await self._send([_payload(request) for request in requests], WEIGHT_LOADER)
-            replies = [read_reply(request.reply_path) for request in requests]
+            if self.replies_over_http:
+                await self._fetch_replies(paths)
+            replies = [read_reply(str(path)) for path in paths]
         if not self._checksums_add_up:
             return replies[0]
         return LoaderReply(checksums=checksums_of_ranks([reply.checksums for reply in replies]))
+
+    def _path_for_loader(self, path: Path) -> str:
+        """What the loader is told: our path, or a bare name that no other reply has."""
+        if self.replies_over_http:
+            return f"{path.parent.name}-{path.name}"
+        return str(path)
+
+    async def _fetch_replies(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            path.write_bytes(await self._client.loader_reply(self._path_for_loader(path)))
 
     async def _send(self, payloads: Sequence[str], load_format: str) -> None:
         """A payload for each rank."""

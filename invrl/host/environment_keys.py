@@ -17,7 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENVIRONMENT_KEY = "INVRL_ENV_KEY"
+ENGINE_KEY = "INVRL_ENGINE_KEY"
+"""Of engines that `invrl engine` starts."""
 RAY_TOKEN = "RAY_AUTH_TOKEN"
+_NAMES = (ENVIRONMENT_KEY, ENGINE_KEY, RAY_TOKEN)
 _ENV_START_FIELD = 50
 """The number of `env_start` in /proc/PID/stat, as in proc(5); `env_end` follows."""
 _ENV_END_FIELD = 51
@@ -29,7 +32,7 @@ _HELD: dict[str, str] = {}
 
 def hold_keys() -> None:
     """At the beginning of a command: move the keys from the environment into memory."""
-    for name in (ENVIRONMENT_KEY, RAY_TOKEN):
+    for name in _NAMES:
         _HELD.pop(name, None)  # held for an earlier command in this process
         if name in os.environ:
             hold_key(name, os.environ[name])
@@ -67,9 +70,18 @@ def key_in_environment(name: str) -> Iterator[None]:
 
 def take_environment_key() -> str:
     """The key that opens sessions, or "" if the user gave none. This process no longer has it after this."""
-    key = held_key(ENVIRONMENT_KEY)
-    forget_keys(ENVIRONMENT_KEY)
-    _HELD.pop(ENVIRONMENT_KEY, None)
+    return _take(ENVIRONMENT_KEY)
+
+
+def take_engine_key() -> str:
+    """The key of external engines, or "" if the user gave none. This process no longer has it after this."""
+    return _take(ENGINE_KEY)
+
+
+def _take(name: str) -> str:
+    key = held_key(name)
+    forget_keys(name)
+    _HELD.pop(name, None)
     return key or ""
 
 
@@ -79,7 +91,7 @@ def forget_keys(*names: str) -> None:
     What this process starts from now on does not inherit them. Ray has read its token by the time that user
     code is loaded, and does not need it again.
     """
-    for name in names or (ENVIRONMENT_KEY, RAY_TOKEN):
+    for name in names or _NAMES:
         value = os.environ.pop(name, "")
         if value:
             _overwrite(f"{name}={value}".encode())

@@ -28,7 +28,19 @@ class ReservedPort:
     because an engine takes a minute until it listens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """`number`: a port that a user has chosen; 0: any free one. Raises OSError if somebody listens on the
+        chosen one."""
+        if number:
+            self.number = number
+            self._socket = socket.socket()
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                self._socket.bind((_LOOPBACK, number))
+            except OSError:
+                self._socket.close()
+                raise
+            return
         while True:
             self.number = _FIRST_PORT + secrets.randbelow(_FIRST_EPHEMERAL_PORT - _FIRST_PORT)
             self._socket = socket.socket()

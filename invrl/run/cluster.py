@@ -35,7 +35,7 @@ from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.actor import ActorHandle, ActorOptions, start_actor
-from invrl.host.environment_keys import take_environment_key
+from invrl.host.environment_keys import take_engine_key, take_environment_key
 from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
 from invrl.host.ports import ReservedPort
@@ -95,6 +95,7 @@ async def start_serving(
     """Starts engines, router and gateway without waiting for them; ends them on exit. `longest_row`: a
     request that would make a conversation longer than that is refused as one over the model's context."""
     env_key = take_environment_key()
+    engine_key = take_engine_key()
     async with CleanUp() as stack:
         start_guardian()
         fleet = Fleet(
@@ -106,6 +107,7 @@ async def start_serving(
             weight_sync=config.weight_sync,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
+            external_key=engine_key,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(fleet.start())

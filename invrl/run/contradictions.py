@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from invrl.errors import ConfigError
 from invrl.train.activations import recomputed_modules
@@ -39,6 +40,7 @@ def check(config: Config) -> None:
         _routing_replay,
         _evaluation,
         _engines,
+        _external_engines,
         _deadlines,
         _determinism,
         _weight_sync,
@@ -187,6 +189,54 @@ def _engines(config: Config) -> Contradictions:
         yield from _seeded_backends(config)
 
 
+def _external_engines(config: Config) -> Contradictions:
+    """Engines that the run does not start."""
+    engine = config.engine
+    if not engine.external_engines:
+        if not engine.num_engines and not config.run.debug_train_only:
+            fix = "set --num-engines to 1 or more, or give --external-engines"
+            yield "engine.num_engines", "nothing would sample: there are no external_engines either", fix
+        return
+    field = "engine.external_engines"
+    for url in engine.external_engines:
+        reason = _fault_of_url(url)
+        if reason:
+            yield (
+                field,
+                f"{url}: {reason}",
+                "give the URL that `invrl engine` prints, as http://10.0.0.5:30000",
+            )
+    if len({url.rstrip("/") for url in engine.external_engines}) < len(engine.external_engines):
+        yield field, "an engine occurs twice", "give each URL once"
+    if engine.router == "smg":
+        reason = "smg sends all engines one key, and an external engine has a new one with each start"
+        yield "engine.router", reason, "leave --router out, or --external-engines"
+    transport = config.weight_sync.weight_transport
+    if transport not in ("disk", "delta") and not config.run.debug_rollout_only:
+        means = {"collective": "an address of loopback"}.get(transport, "the memory of the trainer's machine")
+        reason = f"its weights go by {means}, which an engine that the run does not start may not reach"
+        fix = "add --weight-transport disk (or delta) and a --weight-folder that all engines see"
+        yield "weight_sync.weight_transport", reason, fix
+
+
+def _fault_of_url(url: str) -> str:
+    """What is wrong with the URL of an engine; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is not None
+    except ValueError as error:
+        return str(error)
+    if parts.scheme != "http" or not parts.hostname:
+        return "not an http:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    if not has_port:
+        return "it has no port"
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        return "it has a path; an engine is called at its root"
+    return ""
+
+
 def _seeded_backends(config: Config) -> Contradictions:
     for name, value in config.sglang.items():
         option = name.replace("-", "_")
@@ -258,6 +308,7 @@ def _determinism(config: Config) -> Contradictions:
         "--seeded-sampling": config.engine.seeded_sampling,
         "--engine-dtype float32": config.engine.engine_dtype == "float32",
         "--num-engines 1": config.engine.num_engines == 1,
+        "no --external-engines": not config.engine.external_engines,
         "--max-staleness 0": config.buffer.max_staleness == 0,
         "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
         "--rollout-workers 1": rollout.rollout_workers == 1,

@@ -31,13 +31,14 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         seconds = time.monotonic() - started_at
         print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
 
-    note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
+    note(f"starting {config.engine.described}; run folder {folder.path}")
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         rollouts = create_rollouts(config, folder, serving)
         stack.push_async_callback(rollouts.stop)
         await all_started(rollouts.start(), serving.wait_ready())
+        await serving.fleet.check_unchanged()
         await serving.fleet.admit()
         note(
             f"everything is up behind {serving.fleet.router.program}; what your agent prints: "

@@ -114,6 +114,7 @@ _MAY_CHANGE = frozenset(
         "keep_best",
         "keep_best_by",
         "max_shard_gb",
+        "external_engines",
         "ray_start_attempts",
         "max_identical_failures",
         "max_failures_at_start",

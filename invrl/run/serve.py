@@ -17,11 +17,12 @@ async def serve(config: Config, folder: RunFolder) -> None:
     remove_abandoned()
     async with start_serving(with_long_answers(config), folder) as serving:
         print(
-            f"starting {config.engine.num_engines} engine(s) behind {serving.fleet.router.program}; "
+            f"starting {config.engine.described} behind {serving.fleet.router.program}; "
             f"run folder {folder.path}",
             flush=True,
         )
         await serving.wait_ready()
+        await serving.fleet.check_unchanged()
         await serving.fleet.admit()
         print(welcome(serving, await _open_session(serving)), flush=True)
         await serving.watch()

@@ -162,6 +162,7 @@ class _TrainingRun:
         verified from then on until the stack is closed. None without a trainer."""
         trainer = cluster.trainer
         if trainer is None:
+            await cluster.serving.fleet.check_unchanged()
             return None
         if self.start.checkpoint:
             await trainer.load_checkpoint(str(self.start.checkpoint.megatron))

@@ -16,6 +16,7 @@ value. Nothing is written before the whole layout has been checked.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     `chain`) or what is broadcast (if `broadcast`), read back what is served (if `digest`)."""
 
     reply_path: str
-    """The file for the reply to this request alone."""
+    """The file for the reply to this request alone. A bare name: in TMPDIR, from where the engine's HTTP
+    process gives it out."""
     tensors: WeightLayout
     """Whole tensors, also where the rank holds slices of them."""
     rank: EngineRank = EngineRank()
@@ -325,7 +327,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         )
     body = msgspec.json.encode(reply)
     with contextlib.suppress(OSError):
-        Path(request.reply_path).write_bytes(body)
+        Path(tempfile.gettempdir(), request.reply_path).write_bytes(body)
 
 
 def read_reply(path: str) -> LoaderReply:

@@ -19,6 +19,7 @@ TRAIN = DOCTOR | {"train"}
 EVAL = frozenset({"eval"})
 ROLLOUTS = TRAIN | EVAL
 EVERY = ROLLOUTS | {"serve"}
+ENGINES = EVERY | {"engine"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,8 @@ _ROUTER = "router"
 
 CHECKS = (
     _of_machine("python", machine_checks.check_python),
-    _of_machine("packages", machine_checks.check_packages, EVERY),
-    _of_settings(_MODEL_FOLDER, model_checks.check_model, EVERY, trainer_alone=True),
+    _of_machine("packages", machine_checks.check_packages, ENGINES),
+    _of_settings(_MODEL_FOLDER, model_checks.check_model, ENGINES, trainer_alone=True),
     _of_settings("chat template", model_checks.check_template, EVERY, needs=_MODEL_FOLDER),
     _of_settings(
         _TRAINABLE_MODEL, model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
@@ -77,7 +78,7 @@ CHECKS = (
     Check(
         name="engine for the model",
         look=model_checks.check_engine_here,
-        commands=EVERY,
+        commands=ENGINES,
         needs=_MODEL_FOLDER,
     ),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
@@ -89,7 +90,7 @@ CHECKS = (
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
-    _of_settings("sglang options", settings_checks.check_sglang_options, EVERY),
+    _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
     _of_settings(_ROUTER, settings_checks.check_router, EVERY),
     _of_settings("router options", settings_checks.check_router_options, EVERY, needs=_ROUTER),
     _of_settings(
@@ -102,6 +103,7 @@ CHECKS = (
     _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
+    _of_settings("external engines", settings_checks.check_engine_key, EVERY),
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", machine_checks.check_gpu),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),

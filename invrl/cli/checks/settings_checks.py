@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.host.environment_keys import ENVIRONMENT_KEY, held_key
+from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
 from invrl.run.config import Config
 
 _SHORTEST_KEY = 16
@@ -205,3 +205,13 @@ def check_environment_key(config: Config) -> None:
         reason = "too short: anyone who guesses it can open sessions"
         fix = f"use {_SHORTEST_KEY} or more random characters, or unset it"
         raise ConfigError(ENVIRONMENT_KEY, "(not shown)", reason, fix)
+
+
+def check_engine_key(config: Config) -> str:
+    """The key of external engines is there, if there are any. They are reached when the run starts."""
+    if not config.engine.external_engines:
+        return "none"
+    if not held_key(ENGINE_KEY):
+        fix = f"set {ENGINE_KEY} in the environment to the key that `invrl engine` had"
+        raise ConfigError(ENGINE_KEY, "", "it is missing, and there are external_engines", fix)
+    return ", ".join(config.engine.external_engines)

@@ -1,0 +1,89 @@
+"""`invrl engine`: one engine alone, for the runs of others."""
+
+import ipaddress
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from invrl.cli.arguments import split_options
+from invrl.cli.command import CommandFailed
+from invrl.cli.run_process import checked_configuration
+from invrl.engines.engine_server import EnginePlace
+from invrl.errors import ConfigError, InvrlError
+from invrl.host import interrupts
+from invrl.host.environment_keys import ENGINE_KEY, take_engine_key
+from invrl.run.driver_commands import FAILURE_EXIT
+
+_OWN_FLAGS = ("--host", "--port", "--log-folder")
+_KEY = re.compile(r"[A-Za-z0-9_.+/=][A-Za-z0-9_.+/=-]{15,}")
+_KEY_FIX = f"export {ENGINE_KEY}=$(openssl rand -hex 24), here and where the run starts"
+_HIGHEST_PORT = 65_535
+
+
+def engine(arguments: Sequence[str]) -> None:
+    """usage: invrl engine --model-path FOLDER [--host ADDRESS] [--port N] [flags]
+
+    Starts one engine, which runs on this or another machine use by --external-engines URL. It serves
+    until Ctrl-C, and its weights are those of the last run that used it. Give it the flags below as
+    the run has them.
+
+    flags of its own:
+      --host ADDRESS      where it listens (default: 127.0.0.1); 0.0.0.0: on every interface. Without
+                          TLS: use it in a private network
+      --port N            default: 30000; 0: a free one
+      --log-folder PATH   where logs/engine-N.log is written (default: the current folder)
+
+    environment:
+      INVRL_ENGINE_KEY    the key of the engine: 16 or more random characters. The run has the same
+
+    example:
+      export INVRL_ENGINE_KEY=$(openssl rand -hex 24)
+      invrl engine --model-path MODEL --port 30000"""
+    key = take_engine_key()
+    options, settings = split_options(arguments, _OWN_FLAGS)
+    place = EnginePlace(
+        host=_read_host(options.get("--host", "127.0.0.1")),
+        port=_read_port(options.get("--port", "30000")),
+        key=check_key(key),
+    )
+    config = checked_configuration(settings, command="engine")
+    from invrl.run.engine import serve_engine
+
+    folder = Path(options.get("--log-folder", ".")).expanduser().absolute()
+    interrupts.catch()
+    try:
+        interrupts.run(serve_engine(config, place, folder))
+    except ConfigError:
+        raise
+    except InvrlError as error:
+        print(f"invrl: the engine failed: {error}", file=sys.stderr)
+        raise CommandFailed(FAILURE_EXIT) from error
+
+
+def check_key(key: str) -> str:
+    """The key. Raises ConfigError unless it is one that an engine can have."""
+    if not key:
+        reason = "it is missing, and an engine answers nobody without a key"
+        raise ConfigError(ENGINE_KEY, "", reason, _KEY_FIX)
+    if not _KEY.fullmatch(key):
+        reason = "it needs 16 or more characters, of letters, digits and _ . + / = -"
+        raise ConfigError(ENGINE_KEY, "(not shown)", reason, _KEY_FIX)
+    return key
+
+
+def _read_host(text: str) -> str:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError as error:
+        fix = "give an IPv4 address of this machine"
+        raise ConfigError("--host", text, "not an IP address", fix) from error
+    if address.version != 4:
+        raise ConfigError("--host", text, "not an IPv4 address", "give an IPv4 address of this machine")
+    return text
+
+
+def _read_port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
+        raise ConfigError("--port", text, "not a port", f"give a number from 0 to {_HIGHEST_PORT}")
+    return int(text)

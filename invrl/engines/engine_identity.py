@@ -1,0 +1,106 @@
+"""What an engine says of itself to a run that has not started it: `GET /engine_identity`.
+
+Invariant: the key that samples is new with each start of an external engine. The engine and the run compute
+it from the engine's key, which both have from their environment, and from the name of the start, which the
+engine tells. So a router that knows an engine from before cannot reach it once it has been started again: it
+is refused until the run has asked for the new name, and it asks only to bring the engine up to date.
+
+The answer is for the holder of the engine's key, and holds no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from invrl import __version__
+
+IDENTITY_PATH = "/engine_identity"
+START_VARIABLE = "INVRL_ENGINE_START"
+"""In the engine's environment: the name of this start."""
+
+
+class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """What run and engine must agree on. None, in what a run wants: either is right."""
+
+    invrl: str
+    """The version of this package."""
+    model_type: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    tp_size: int
+    weight_loaders: list[str]
+    """By import path."""
+    streams_new_tokens: bool
+    shared_experts_fusion: bool
+    overlap_schedule: bool | None
+    routed_experts: bool | None
+    seeded_sampling: bool
+
+
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    start: str
+    """The name of this start of the engine."""
+    total_tokens: int
+    """What the KV cache holds."""
+    traits: EngineTraits
+
+
+def sampling_key(engine_key: str, start: str) -> str:
+    """The key that samples, for this start of the engine."""
+    return hmac.digest(engine_key.encode(), start.encode(), "sha256").hex()
+
+
+def model_traits(model_path: Path) -> dict[str, Any]:
+    """Those of `EngineTraits` that the folder's config.json decides."""
+    config = orjson.loads((model_path / "config.json").read_bytes())
+    return {
+        "model_type": str(config["model_type"]),
+        "vocab_size": int(config["vocab_size"]),
+        "num_layers": int(config["num_hidden_layers"]),
+        "hidden_size": int(config["hidden_size"]),
+    }
+
+
+def add_identity_route() -> None:
+    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    @http_server.app.get(IDENTITY_PATH)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def engine_identity() -> Any:
+        state = http_server._global_state
+        assert state is not None, "a request comes after the start"
+        settings = state.tokenizer_manager.server_args.resolved_dict()
+        identity = EngineIdentity(
+            start=os.environ.get(START_VARIABLE, ""),
+            total_tokens=int(state.scheduler_info["max_total_num_tokens"]),
+            traits=_traits_of(settings),
+        )
+        return msgspec.to_builtins(identity)
+
+
+def _traits_of(settings: dict[str, Any]) -> EngineTraits:
+    """`settings`: SGLang's, as resolved."""
+    return EngineTraits(
+        invrl=__version__,
+        **model_traits(Path(settings["model_path"])),
+        dtype=str(settings["dtype"]),
+        tp_size=int(settings["tp_size"]),
+        weight_loaders=list(settings["custom_weight_loader"] or ()),
+        streams_new_tokens=bool(settings["incremental_streaming_output"]),
+        shared_experts_fusion=not settings["disable_shared_experts_fusion"],
+        overlap_schedule=not settings["disable_overlap_schedule"],
+        routed_experts=bool(settings["enable_return_routed_experts"]),
+        seeded_sampling=bool(settings["enable_deterministic_inference"]),
+    )
