@@ -83,7 +83,7 @@ class ExternalEngine:
         total_tokens: int | None,
         start_timeout_s: float,
     ) -> None:
-        """`key`: the engine's. `total_tokens`: what its KV cache must hold at least, if the run assumes it."""
+        """`key`: the engine's. `total_tokens`: what its KV cache must hold, if the run assumes it."""
         self.name = name
         self.url = url
         self.admin_key = key

@@ -50,7 +50,7 @@ _ROUTER_RESTARTS_PER_MINUTE = 3
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process, or what stands for one, the client with its keys, its receiver."""
+    """One engine of the fleet: its process, or its address, the client with its keys, its receiver."""
 
     server: EngineServer | ExternalEngine
     client: SglangClient
@@ -160,8 +160,8 @@ class Fleet:
             version = await engine.client.weight_version()
             if version != "0":
                 raise ServerError(
-                    f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not the "
-                    "model folder's weights: start it again"
+                    f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not "
+                    "the weights of its model folder: start it again"
                 )
 
     async def receivers(self) -> Sequence[WeightReceiver]:

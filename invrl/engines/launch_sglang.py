@@ -3,8 +3,9 @@
 Invariant: `sglang_on_cpu` is applied at module level, because SGLang's spawned processes (scheduler,
 detokenizer) import the main module again and need it too. The server starts only under the `__main__` guard.
 
-Nothing of an engine listens beyond loopback, but its HTTP process if it is told to: torch's own rendezvous opens a store without a key on every
-interface, so an engine's ranks get a store in a file instead, and an engine of one rank in its memory.
+Nothing of an engine listens beyond loopback, but its HTTP process where it is told to: torch's own rendezvous
+opens a store without a key on every interface, so an engine's ranks get a store in a file instead, and an
+engine of one rank in its memory.
 
 SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes. Here it is a file in
 TMPDIR, which is the engine's own and goes with it.

@@ -15,7 +15,7 @@ import pytest
 from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
-from invrl.errors import ServerError, WeightSyncError
+from invrl.errors import ConfigError, ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
@@ -581,3 +581,135 @@ async def test_stopping_before_any_start_was_waited_for_ends_everything_without_
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
     assert caplog.records == []
+
+
+class FakeExternal(FakeServer):
+    """An engine that others start: `stop` leaves it, and a new object waits for it."""
+
+    made: ClassVar[list[FakeServer]] = []
+
+    def __init__(self, name: str, url: str, *, key: str, **_: object):
+        super().__init__(name, EngineConfig(), model_path=Path(), run_folder=Path())
+        self.url = url
+        self.api_key = ""
+        self.admin_key = key
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        self.api_key = f"key of start {len(FakeExternal.made)}"
+
+
+@pytest.fixture
+async def mixed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> AsyncIterator[Fleet]:
+    """One engine of its own and two external ones. `fleet` brings the fakes."""
+    monkeypatch.setattr(FakeExternal, "made", [])
+    monkeypatch.setattr(fleet_module, "ExternalEngine", FakeExternal)
+    config = EngineConfig(
+        external_engines=("http://a:1", "http://b:2/"), engine_max_restarts=0, engine_health_interval_s=0.01
+    )
+    mixed = Fleet(config, tiny_model, tmp_path, external_key="theirs")
+    await mixed.start()
+    try:
+        yield mixed
+    finally:
+        FakeServer.may_be_ready.set()
+        await mixed.stop()
+
+
+def updater_of(fleet: Fleet) -> WeightUpdater:
+    bound = CanaryBound(max_gap=0.1, mean_gap=0.1)
+    sender = FakeReceiver.trainer
+    return WeightUpdater(
+        WeightTransaction(sender, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound), fleet
+    )
+
+
+async def test_external_engines_are_engines_of_the_fleet(mixed: Fleet) -> None:
+    await updater_of(mixed).update(WeightVersion(1))
+    await mixed.admit()
+    assert set(mixed.engines) == {"engine-0", "external-0", "external-1"}
+    assert {receiver(mixed, name).weights for name in mixed.engines} == {"1"}
+    urls = FakeRouter.made[-1].urls
+    assert {"http://a:1", "http://b:2"} < urls
+    assert len(urls) == 3
+    external = mixed.engines["external-1"]
+    assert external.server.admin_key == "theirs"
+    assert external.client.api_key == external.server.api_key != ""
+    assert external.receiver.replies_over_http
+    assert not mixed.engines["engine-0"].receiver.replies_over_http
+
+
+async def test_an_external_engine_that_left_is_waited_for_and_gets_the_fleets_version_first(
+    mixed: Fleet, deaths: Deaths
+) -> None:
+    """However often: `engine_max_restarts` counts those that we start."""
+    updater = updater_of(mixed)
+    await updater.update(WeightVersion(1))
+    await mixed.admit()
+    for version in (2, 3):
+        left = mixed.engines["external-0"]
+        FakeServer.may_be_ready.clear()
+        deaths.future(left.server).set_result("it is silent")
+        await eventually(lambda: not FakeRouter.made[-1].registered("http://a:1"))
+        await updater.update(WeightVersion(version))
+        assert set(mixed.engines) == {"engine-0", "external-1"}
+        mixed.check()
+        FakeServer.may_be_ready.set()
+        await eventually(lambda: FakeRouter.made[-1].registered("http://a:1"))
+        newcomer = mixed.engines["external-0"]
+        assert newcomer is not left
+        assert left.server.stopped  # type: ignore[attr-defined]
+        assert (receiver(mixed, "external-0").weights, receiver(mixed, "external-0").version) == (
+            str(version),
+            version,
+        )
+        assert newcomer.client.api_key != left.client.api_key
+    assert mixed.evicted == {}
+
+
+async def test_an_external_engine_that_comes_back_as_another_one_is_asked_again(
+    mixed: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater_of(mixed).update(WeightVersion(1))
+    await mixed.admit()
+    errors = [ConfigError("engine.external_engines", "http://a:1", "another model", "start it again"), None]
+    init = FakeExternal.__init__
+
+    def fails_first(self: FakeExternal, name: str, url: str, **fields: str) -> None:
+        init(self, name, url, **fields)
+        self.start_error = errors.pop(0)
+
+    monkeypatch.setattr(FakeExternal, "__init__", fails_first)
+    deaths.future(mixed.engines["external-0"].server).set_result("it is silent")
+    await eventually(lambda: "external-0" in mixed.engines and not errors)
+    assert receiver(mixed, "external-0").weights == "1"
+
+
+async def test_an_own_engine_beside_external_ones_is_not_started_more_often(
+    mixed: Fleet, deaths: Deaths
+) -> None:
+    await updater_of(mixed).update(WeightVersion(1))
+    deaths.future(mixed.engines["engine-0"].server).set_result("it is dead")
+    await eventually(lambda: "engine-0" in mixed.evicted and mixed._replacements["engine-0"].done())
+    assert set(mixed.engines) == {"external-0", "external-1"}
+    mixed.check()
+
+
+async def test_an_external_engine_that_is_not_what_the_run_needs_ends_the_start(
+    mixed: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = FakeExternal.__init__
+
+    def fails(self: FakeExternal, name: str, url: str, **fields: str) -> None:
+        init(self, name, url, **fields)
+        self.start_error = ConfigError("engine.external_engines", url, "another model", "start it again")
+
+    monkeypatch.setattr(FakeExternal, "__init__", fails)
+    config = EngineConfig(num_engines=1, external_engines=("http://c:3",))
+    other = Fleet(config, tiny_model, tmp_path, external_key="theirs")
+    with pytest.raises(ConfigError, match="another model"):
+        await other.start()
+    assert FakeServer.made[-1].stopped
+    assert other.engines == {}
