@@ -23,7 +23,7 @@ class EngineConfig(Section):
         "bfloat16", description="type of weights and compute"
     )
     seeded_sampling: bool = Field(
-        False, description="sample each generation with its own seed, derived from --seed"
+        False, description="sample each generation with its own seed, derived from the run's seed"
     )
     engine_max_total_tokens: NonNegativeInt = Field(
         0, description="KV-cache tokens per engine (0: 16384 on CPU, what SGLang finds room for on a GPU)"

@@ -257,3 +257,13 @@ async def _child_of(pid: int) -> int:
     while not (children := psutil.Process(pid).children()):
         await asyncio.sleep(0.01)
     return children[0].pid
+
+
+async def test_an_engine_whose_processes_nobody_here_sees_is_dead_by_its_silence_alone() -> None:
+    time = Time()
+    answers = Asked(time, [True, True, False])
+    client = Client(answers, Asked(Time(), [True]))
+    clock = time.clock()
+    reason = await engine_death(None, client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock)
+    assert reason == "its scheduler has not answered for 30 s"
+    assert answers.count == 5
