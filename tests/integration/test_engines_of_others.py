@@ -187,6 +187,17 @@ async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest
         sender.train(4)
         await updater.update(WeightVersion(4))
         assert await held(fleet, "external-0") == sender.checksums()
+
+        # Killed and started again before anybody has noticed: the update finds another engine there.
+        fleet._watches["external-0"].cancel()
+        await asyncio.to_thread(command.end, signal.SIGKILL)
+        command = await asyncio.to_thread(start)
+        sender.train(5)
+        update = await updater.update(WeightVersion(5))
+        assert list(update.lost_engines) == ["external-0"]
+        await until(lambda: len(registered) == 2 and fleet.router.registered(command.url))
+        assert registered[1] == (command.url, "5")
+        assert await held(fleet, "external-0") == sender.checksums()
         await fleet.engines["external-0"].client.pause()  # as an interrupt within an update leaves it
     finally:
         await fleet.stop()
@@ -194,5 +205,5 @@ async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest
     key = await asyncio.to_thread(command.start_key)
     async with SglangClient(command.url, limits=fleet.limits, api_key=key) as client:
         result = await client.generate(request())
-    assert [span.version for span in result.spans] == [4]
+    assert [span.version for span in result.spans] == [5]
     assert await asyncio.to_thread(command.end, signal.SIGINT) == 130
