@@ -112,7 +112,7 @@ class EngineServer(ServerProcess):
         self._temporary = TemporaryFolder("engine")
         self.url = f"http://{place.host}:{self._port.number}"
         self._own_host = place.reached_from_here
-        command = _command(config, model_path, place.host, self._port.number)
+        command = _command(config, model_path, self._port.number, host=place.host)
         command += passthrough  # a later flag wins
         env = {
             "OMP_NUM_THREADS": "1",
@@ -259,7 +259,7 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
 
 
-def _command(config: EngineConfig, model_path: Path, host: str, port: int) -> list[str]:
+def _command(config: EngineConfig, model_path: Path, port: int, *, host: str = "127.0.0.1") -> list[str]:
     on_cpu = count_gpus() == 0
     flags = {
         "model-path": str(model_path),
