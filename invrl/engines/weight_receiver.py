@@ -40,8 +40,11 @@ from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.multilinear import checksums_of_ranks
 from invrl.weights.tensor_slice import EngineRank
 from invrl.weights.verification import ReadBack
+from invrl.weights.weight_files import FileSource, ServedHandle
 
 logger = logging.getLogger(__name__)
+_FETCH_SHARE = 0.8
+"""Of the deadline of a load, for the files that an engine fetches: it then says itself what is missing."""
 _ROOM_DEADLINE_S = 10.0
 """Of a canary in an engine that may be full."""
 
@@ -157,6 +160,7 @@ class EngineReceiver(ABC):
         arena: ArenaHandle | None = None,
         folder: str = "",
         chain: tuple[str, ...] = (),
+        source: FileSource | None = None,
         broadcast: GroupInvitation | None = None,
         digest: bool = False,
     ) -> LoaderReply:
@@ -174,6 +178,8 @@ class EngineReceiver(ABC):
                     alias=self._aliases,
                     folder=folder,
                     chain=chain,
+                    source=source,
+                    fetch_deadline_s=_FETCH_SHARE * self._deadline_s,
                     broadcast=broadcast,
                     digest=digest,
                 )
@@ -186,6 +192,13 @@ class EngineReceiver(ABC):
         if not self._checksums_add_up:
             return replies[0]
         return LoaderReply(checksums=checksums_of_ranks([reply.checksums for reply in replies]))
+
+    def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
+        """What is staged, by files, and where the engine fetches these; None: it opens them."""
+        if not self._settings.weight_http_host:
+            return staged.handle, None
+        served = msgspec.json.decode(staged.handle, type=ServedHandle)
+        return served.handle, served.source
 
     def _path_for_loader(self, path: Path) -> str:
         """What the loader is told: our path, or a bare name that no other reply has."""
@@ -290,20 +303,23 @@ def _arena_of(staged: StagedWeights) -> ArenaHandle:
 
 
 class FolderReceiver(EngineReceiver):
-    """The engine copies from the folder of the version, on a disk that it shares with the trainer."""
+    """The engine copies from the folder of the version, which is on a disk that it shares with the trainer,
+    or which it fetches."""
 
     async def load(self, staged: StagedWeights) -> None:
+        folder, source = self._located(staged)
         async with self._update():
-            await self._ask_loader(self._approved_layout, folder=staged.handle)
+            await self._ask_loader(self._approved_layout, folder=folder, source=source)
 
 
 class DeltaReceiver(EngineReceiver):
-    """The engine applies the differences that it lacks, from a disk that it shares with the trainer."""
+    """The engine applies the differences that it lacks, from such folders."""
 
     async def load(self, staged: StagedWeights) -> None:
-        handle = msgspec.json.decode(staged.handle, type=DeltaHandle)
+        handle, source = self._located(staged)
+        chain = msgspec.json.decode(handle, type=DeltaHandle).chain
         async with self._update():
-            await self._ask_loader(self._approved_layout, chain=handle.chain)
+            await self._ask_loader(self._approved_layout, chain=chain, source=source)
 
 
 class BroadcastReceiver(EngineReceiver):

@@ -41,6 +41,7 @@ from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter, slot_hash
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender
+from invrl.weights.file_server import WeightFileServer
 
 if TYPE_CHECKING:
     from invrl.train.model import PolicyModel
@@ -195,7 +196,10 @@ class TrainRank:
         if not self._weights.collects:
             _exhaust(weights)
             return None
-        return self._transport.stage(version, weights)
+        staged = self._transport.stage(version, weights)
+        if self._file_server is not None:
+            staged = replace(staged, handle=self._file_server.served(staged.handle))
+        return staged
 
     @property
     def _slot_hash(self) -> Callable[[torch.Tensor], str]:
@@ -207,6 +211,12 @@ class TrainRank:
         broadcaster = self._transport
         assert isinstance(broadcaster, Broadcaster), "other transports need one end at a time"
         return broadcaster.offer(version, engines)
+
+    @cached_property
+    def _file_server(self) -> WeightFileServer | None:
+        """Raises OSError if the address is none of this machine."""
+        host = self._settings.weight_http_host
+        return WeightFileServer(Path(self._settings.weight_folder), host) if host else None
 
     @cached_property
     def _transport(self) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:

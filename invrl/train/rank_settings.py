@@ -34,8 +34,11 @@ class RankSettings:
     arena_on_gpu: bool = False
     """The transport `arena` takes memory of this rank's GPU, not of the host."""
     weight_folder: str = ""
+    """Where the transports `disk` and `delta` write: a folder for them alone."""
     weight_full_every: int = 1
-    """Where the transport `disk` writes: a folder for it alone."""
+    """With the transport `delta`: how many versions there are from one that is whole to the next."""
+    weight_http_host: str = ""
+    """The address on which their files are served; "": engines open them."""
     broadcast_timeout_s: float = 10.0
     """With the transport `collective`: for the engines to join, and then for each bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)

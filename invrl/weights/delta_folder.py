@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +22,7 @@ from invrl.errors import WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
 from invrl.weights.tensor_spec import checksum, num_bytes
+from invrl.weights.weight_files import WeightFiles
 from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
 class DeltaFolder:
     """One folder of a chain, to be read. Raises WeightSyncError where something of it cannot be read."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str, files: WeightFiles) -> None:
+        self._folder = folder
+        self._files = files
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -110,7 +111,7 @@ class DeltaFolder:
         try:
             return msgspec.json.decode(body, type=Manifest)
         except msgspec.DecodeError as error:
-            raise WeightSyncError(f"{self._folder / MANIFEST_NAME} cannot be read: {error}") from error
+            raise WeightSyncError(f"{self._folder}/{MANIFEST_NAME} cannot be read: {error}") from error
 
     def difference(self, spec: TensorSpec) -> torch.Tensor:
         """From the version of the folder before, as bytes."""
@@ -121,26 +122,32 @@ class DeltaFolder:
 
     def _read(self, name: str, start: int = 0, length: int = -1) -> bytes:
         try:
-            with (self._folder / name).open("rb") as file:
+            with self._files.path(self._folder, name).open("rb") as file:
                 file.seek(start)
                 return file.read(length)
         except OSError as error:
-            raise WeightSyncError(f"{self._folder / name} cannot be read: {error}") from error
+            raise WeightSyncError(f"{self._folder}/{name} cannot be read: {error}") from error
 
 
-def load_chain(chain: Sequence[str], layout: WeightLayout, places: Mapping[str, torch.Tensor]) -> None:
-    """Bring `places`, the engine's tensors by name, to the last version of the chain.
+def load_chain(
+    chain: Sequence[str],
+    layout: WeightLayout,
+    places: Mapping[str, torch.Tensor],
+    files: WeightFiles | None = None,
+) -> None:
+    """Bring `places`, the engine's tensors by name, to the last version of the chain. `files`: None for those
+    of a disk; only those that are needed are opened.
 
     Raises WeightSyncError or LayoutError before anything is written: every new tensor is computed twice, the
     first time only to compare its checksum. So no second copy of the model is in memory.
     """
-
-    folders = [DeltaFolder(folder) for folder in chain]
+    files = files or WeightFiles()
+    folders = [DeltaFolder(folder, files) for folder in chain]
     held = {name: checksum(place) for name, place in places.items()}
     known = [number for number, folder in enumerate(folders) if folder.manifest.checksums == held]
     bases: Mapping[str, torch.Tensor] = places
     if not known:
-        bases = read_folder(chain[0], layout)
+        bases = read_folder(chain[0], layout, files)
     newer = folders[known[-1] + 1 if known else 1 :]
 
     def tensor_of(spec: TensorSpec) -> torch.Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
 from invrl.weights.tensor_spec import checksum, copy_hashed
 from invrl.weights.tensor_threads import by_threads
+from invrl.weights.weight_files import FetchedFiles, FileSource, WeightFiles
 from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """As `read_folder` takes it."""
     chain: tuple[str, ...] = ()
     """As `load_chain` takes it."""
+    source: FileSource | None = None
+    """Where the files of folders are fetched from. None: they are on a disk of this machine."""
+    fetch_deadline_s: float = 0.0
     broadcast: GroupInvitation | None = None
     digest: bool = False
 
@@ -161,12 +166,13 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
                 sources = {name: slices[name].of(slot[name]) for name in places}
                 checksums = _copy_hashed(places, sources, hashes)
             _compute_derived(model)
-    elif request.folder:
-        tensors = read_folder(request.folder, request.tensors)
-        checksums = _copy_hashed(places, tensors, hashes)
-        _compute_derived(model)
-    elif request.chain:
-        load_chain(request.chain, request.tensors, places)
+    elif request.folder or request.chain:
+        with closing(_files(request)) as files:
+            if request.folder:
+                tensors = read_folder(request.folder, request.tensors, files)
+                checksums = _copy_hashed(places, tensors, hashes)
+            else:
+                load_chain(request.chain, request.tensors, places, files)
         _compute_derived(model)
     elif request.broadcast is not None:
         receive_weights(request.broadcast, request.tensors, places)
@@ -174,6 +180,12 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     if request.digest:
         checksums = by_threads(lambda name, place: hashes[name](place), places.items())
     return LoaderReply(checksums=checksums, aliased=aliased)
+
+
+def _files(request: LoaderRequest) -> WeightFiles:
+    if request.source is None:
+        return WeightFiles()
+    return FetchedFiles(request.source, deadline_s=request.fetch_deadline_s)
 
 
 def _copy_hashed(

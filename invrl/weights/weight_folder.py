@@ -8,12 +8,12 @@ touched.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.weights.tensor_spec import spec_of
+from invrl.weights.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 WEIGHTS_NAME = "model.safetensors"
 
 
-def read_folder(folder: str, layout: WeightLayout) -> Mapping[str, torch.Tensor]:
-    """The tensors of the folder, as views of the mapped file.
+def read_folder(
+    folder: str, layout: WeightLayout, files: WeightFiles | None = None
+) -> Mapping[str, torch.Tensor]:
+    """The tensors of the folder, as views of the mapped file. `files`: None for those of a disk.
 
     Raises WeightSyncError if the file is not there, is cut or is no safetensors file, LayoutError unless its
     tensors are exactly those of the layout.
     """
     from safetensors import SafetensorError, safe_open
 
-    path = Path(folder) / WEIGHTS_NAME
+    path = (files or WeightFiles()).path(folder, WEIGHTS_NAME)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

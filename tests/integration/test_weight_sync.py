@@ -35,7 +35,9 @@ from invrl.weights.arena import ArenaHandle
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
+from invrl.weights.file_server import WeightFileServer
 from invrl.weights.transaction import WeightTransaction
+from invrl.weights.weight_files import FileSource, ServedHandle
 
 
 @pytest.fixture
@@ -175,6 +177,52 @@ async def test_an_engine_applies_what_changed_and_gets_all_of_it_if_its_base_is_
     sender.spoil = lambda staged: staged
     await update.run()
     assert await held(follower) == sender.checksums()
+
+
+async def test_an_engine_fetches_what_changed_from_the_trainer(
+    tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
+) -> None:
+    """A trainer that is not reached leaves the engine with the old version, which it serves."""
+    folder = tmp_path / "weights"
+    sender = TorchSender(tiny_model, transport="delta", weight_folder=folder)
+    settings = WeightSyncConfig(weight_http_host="127.0.0.1", weight_sync_timeout_s=60.0)
+    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
+    update = Update(sender, [follower])
+    server = WeightFileServer(folder, "127.0.0.1")
+
+    def serve(staged: StagedWeights) -> StagedWeights:
+        return dataclasses.replace(staged, handle=server.served(staged.handle))
+
+    sender.spoil = serve
+    for seed in range(3):
+        sender.train(seed, size=1e-7)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+        assert await held(follower) == sender.checksums()
+    await Update(TorchSender(tiny_model), [receiver]).run()  # another trainer, another base
+    sender.train(3, size=1e-7)
+    await update.run()
+    held_before = await held(follower)
+    assert held_before == sender.checksums()
+
+    def lose(staged: StagedWeights) -> StagedWeights:
+        source = FileSource(url="http://127.0.0.1:9", key="x")
+        return dataclasses.replace(staged, handle=encode(ServedHandle(source=source, handle=staged.handle)))
+
+    sender.spoil = lose
+    sender.train(4, size=1e-7)
+    with pytest.raises(WeightSyncError, match=r"not fetched from http://127\.0\.0\.1:9") as raised:
+        await update.run()
+    assert raised.value.unrestored == ()
+    assert await held(follower) == held_before
+    sender.spoil = serve
+    await update.run()
+    assert await held(follower) == sender.checksums()
+    server.close()
+
+
+def encode(handle: ServedHandle) -> str:
+    return msgspec.json.encode(handle).decode()
 
 
 async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(

@@ -460,7 +460,19 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "not a folder that can be written",
             "leave --weight-folder out",
         ),
+        (
+            ["--weight-transport", "delta", "--weight-http-host", "192.0.2.1"],
+            "weight_sync.weight_http_host",
+            "annot assign requested address",
+            "an address of this machine",
+        ),
         # contradictions
+        (
+            ["--weight-http-host", "127.0.0.1"],
+            "weight_sync.weight_http_host",
+            "'arena' writes no files",
+            "add --weight-transport delta",
+        ),
         (
             ["--weight-folder", "/tmp"],
             "weight_sync.weight_folder",

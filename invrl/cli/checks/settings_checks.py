@@ -9,6 +9,7 @@ from pathlib import Path
 
 from invrl.errors import ConfigError
 from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
+from invrl.host.rendezvous import listen
 from invrl.run.config import Config
 
 _SHORTEST_KEY = 16
@@ -178,6 +179,19 @@ def check_weight_folder(config: Config) -> str:
         fix = "make it, on a disk that all engines share, or leave --weight-folder out"
         raise ConfigError("weight_sync.weight_folder", folder, "not a folder that can be written", fix)
     return folder
+
+
+def check_weight_http_host(config: Config) -> str:
+    """The trainer can listen where engines are to fetch the weights."""
+    host = config.weight_sync.weight_http_host
+    if not host:
+        return "none: engines open the weights"
+    try:
+        listen(host).close()
+    except OSError as error:
+        fix = "give an address of this machine that the engines reach"
+        raise ConfigError("weight_sync.weight_http_host", host, str(error), fix) from error
+    return host
 
 
 def check_gateway_port(config: Config) -> None:

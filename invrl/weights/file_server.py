@@ -1,0 +1,114 @@
+"""Serves the folders of a run's versions to engines that share no disk with the trainer.
+
+    GET /version-000007/delta.zst      with the header "Authorization: Bearer KEY"
+
+Invariant: nothing but the files that a weight transport writes is given out, to nobody without the key, and
+nothing is taken in. It listens on one address of the trainer's machine, at a free port, without TLS: use it
+in a private network. Runs in threads of the trainer's rank, and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import socket
+import threading
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from invrl.host.process import random_key
+from invrl.weights.delta_folder import DELTA_NAME, MANIFEST_NAME
+from invrl.weights.weight_files import FileSource, ServedHandle
+from invrl.weights.weight_folder import WEIGHTS_NAME
+
+_FILE = re.compile(
+    rf"/(version-\d{{6,}})/({'|'.join(map(re.escape, (WEIGHTS_NAME, DELTA_NAME, MANIFEST_NAME)))})"
+)
+_CLOSES_WITHIN_S = 0.1
+_SILENCE_S = 60.0
+"""Of a client that reads nothing or asks for nothing."""
+
+
+class WeightFileServer:
+    def __init__(self, parent: Path, host: str) -> None:
+        """`parent`: the folder of the versions' folders. Raises OSError if `host` is no address of this
+        machine."""
+        self._key = random_key()
+        self._server = _server_class(host)((host, 0), _handler_class(parent, self._key))
+        bracketed = f"[{host}]" if ":" in host else host
+        self.source = FileSource(url=f"http://{bracketed}:{self._server.server_port}", key=self._key)
+        serve = partial(self._server.serve_forever, poll_interval=_CLOSES_WITHIN_S)
+        self._thread = threading.Thread(target=serve, name="weight files", daemon=True)
+        self._thread.start()
+
+    def served(self, handle: str) -> str:
+        """The handle with which an engine fetches what `handle` names."""
+        return msgspec.json.encode(ServedHandle(source=self.source, handle=handle)).decode()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _server_class(host: str) -> type[ThreadingHTTPServer]:
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    return Server
+
+
+def _handler_class(parent: Path, key: str) -> type[BaseHTTPRequestHandler]:
+    expected = f"Bearer {key}".encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout: ClassVar[float | None] = _SILENCE_S
+        server_version = "invrl"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, expected):
+                self.send_error(HTTPStatus.UNAUTHORIZED)
+                return
+            file = _opened(parent, self.path)
+            if file is None:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with os.fdopen(file, "rb") as body:
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Type", "application/octet-stream")
+                self.send_header("Content-Length", str(os.fstat(file).st_size))
+                self.end_headers()
+                with contextlib.suppress(OSError):  # the engine has gone
+                    self.connection.sendfile(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """What strangers ask for is nobody's news."""
+
+    return Handler
+
+
+def _opened(parent: Path, path: str) -> int | None:
+    """The descriptor of a version's file, or None. A version that is removed meanwhile can be read on."""
+    match = _FILE.fullmatch(path)
+    if match is None:
+        return None
+    version, name = match.groups()
+    try:
+        folder = os.open(parent / version, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError:
+        return None
