@@ -233,7 +233,7 @@ class StagedWeights:
     """Weights that were written where the transport's receivers can read them."""
 
     version: WeightVersion
-    handle: str
+    handle: str = field(repr=False)
     """Belongs to the transport and is opaque to the transaction: path and slot for the arena, serialized
     handles for buckets."""
     checksums: Mapping[str, str]

@@ -19,6 +19,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import ClassVar
 
 import msgspec
@@ -64,6 +65,12 @@ def _server_class(host: str) -> type[ThreadingHTTPServer]:
         block_on_close = False
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
+        def server_bind(self) -> None:
+            """Without HTTPServer's question to DNS what this address is called."""
+            TCPServer.server_bind(self)
+            self.server_name = host
+            self.server_port = self.server_address[1]
+
     return Server
 
 
@@ -107,7 +114,7 @@ def _opened(parent: Path, path: str) -> int | None:
     try:
         folder = os.open(parent / version, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         finally:
             os.close(folder)
     except OSError:

@@ -61,7 +61,7 @@ class FetchedFiles(WeightFiles):
         self._http = httpx.Client(
             base_url=source.url,
             headers={"Authorization": f"Bearer {source.key}"},
-            timeout=min(_SILENCE_S, deadline_s),
+            timeout=min(_SILENCE_S, deadline_s / _TRIES),
             trust_env=False,
         )
 
@@ -73,6 +73,7 @@ class FetchedFiles(WeightFiles):
         target.parent.mkdir(exist_ok=True)
         partial = target.with_name(f"{name}.partial")
         for remaining_tries in reversed(range(_TRIES)):
+            self._check_deadline(f"{version}/{name}")
             try:
                 self._fetch(f"/{version}/{name}", partial)
                 break
@@ -96,10 +97,11 @@ class FetchedFiles(WeightFiles):
                 )
             with target.open("wb") as file:
                 for chunk in answer.iter_raw():
-                    self._check_deadline(path)
+                    self._check_deadline(path[1:])
                     file.write(chunk)
 
     def _check_deadline(self, path: str) -> None:
+        """Raises WeightSyncError. `path`: of the file that is being fetched."""
         if time.monotonic() > self._give_up_at:
             reason = f"the weights were not fetched from {self._source.url} within {self._deadline_s:g} s"
-            raise WeightSyncError(f"{reason}: {path} had not ended")
+            raise WeightSyncError(f"{reason}: {path} was not there")
