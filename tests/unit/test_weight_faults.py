@@ -8,15 +8,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from dying_trainer import EngineAddress, run_trainer_row
 from weight_faults import (
     DEADLINE_S,
     ENGINE_ROWS,
     RECEIVERS,
     STOPPED_DEADLINE_S,
+    TRAINER_ROWS,
     WEIGHTS_ROWS,
     EngineRow,
     FaultyFleet,
     FaultySender,
+    TrainerRow,
     Transport,
     WeightsRow,
     random_weights,
@@ -134,3 +137,18 @@ async def test_an_engine_that_ends_or_hangs(
             fleet = FaultyFleet(senders[row.transport], [survivor, victim], deadline_s=deadline_s)
             await fleet.update()
             await run_engine_row(row, fleet, [doomed.pid])
+
+
+@pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
+async def test_a_trainer_that_ends(
+    row: TrainerRow, loaders: Loaders, senders: dict[Transport, FaultySender], tmp_path: Path
+) -> None:
+    server = loaders.lasting(row.transport)
+    for repetition in range(REPETITIONS):
+        async with AsyncExitStack() as stack:
+            engine = await receiver_of("engine", server, row.transport, stack)
+            fleet = FaultyFleet(senders[row.transport], [engine])
+            address = EngineAddress(
+                url=f"http://127.0.0.1:{server._port.number}", api_key=server._key, admin_key=server._key
+            )
+            await run_trainer_row(row, fleet, address, tmp_path / str(repetition))
