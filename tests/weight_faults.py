@@ -113,7 +113,8 @@ WEIGHTS_ROWS = [
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """What happens to one of two engines, at the beginning of a phase. It is lost; the other one holds the
+    """What happens to one of two engines, at the beginning of a phase. "request": of the load, when the engine
+    has begun an update and is about to be asked; "bucket": in the middle of a broadcast. It is lost; the other one holds the
     new version."""
 
     fault: Literal["killed", "stopped", "disk full"]
@@ -133,7 +134,7 @@ def engine_faults(
 PHASES = ("stage", "prepare", "pause", "load", "commit", "resume")
 ENGINE_ROWS = [
     *engine_faults("killed", "arena copy", *PHASES),
-    *engine_faults("stopped", "arena copy", *PHASES),
+    *engine_faults("stopped", "arena copy", *PHASES, "request"),
     *engine_faults("disk full", "arena copy", "load"),
     *engine_faults("killed", "arena alias", "load", "resume"),
     *engine_faults("stopped", "arena alias", "load"),
@@ -221,7 +222,7 @@ class FaultySender:
         if transport == "disk":
             self._writer = WeightFolders(self.specs, folder)
         elif transport == "delta":
-            self._writer = DeltaFolders(self.specs, folder, full_every=4)
+            self._writer = DeltaFolders(self.specs, folder, full_every=1000)
         elif transport == "collective":
             self._writer = Broadcaster(self.specs, host="127.0.0.1", timeout_s=BUCKET_TIMEOUT_S)
         else:
@@ -424,8 +425,11 @@ async def error_of(update: Awaitable[WeightUpdate]) -> WeightSyncError:
     raise AssertionError(f"the update succeeded: {done}")
 
 
-async def run_engine_row(row: EngineRow, fleet: FaultyFleet, victims: Sequence[int]) -> WeightUpdate:
-    """The last engine of the fleet has these processes. It is lost, and the others go on."""
+async def run_engine_row(
+    row: EngineRow, fleet: FaultyFleet, victims: Sequence[int], end_victim: Callable[[], None]
+) -> None:
+    """The last engine of the fleet has these processes. It is lost, and the others go on. `end_victim` ends
+    what is left of it, as the fleet ends what it has lost."""
     sender = fleet.sender
     victim = fleet.engines[-1]
 
@@ -448,19 +452,27 @@ async def run_engine_row(row: EngineRow, fleet: FaultyFleet, victims: Sequence[i
     with contextlib.ExitStack() as stack:
         if row.phase == "stage":
             sender.given = strike_in_stage
+        elif row.phase == "request":
+            send = victim.inner._send
+
+            async def strike_and_send(payloads: Sequence[str], load_format: str) -> None:
+                strike()
+                await send(payloads, load_format)
+
+            victim.inner._send = strike_and_send  # type: ignore[method-assign]
         elif row.phase == "bucket":
             stack.enter_context(at_last_bucket(strike, times=1))
         else:
             victim.before = strike_at
         update = await fleet.update()
     fleet.repair()
+    end_victim()
     assert list(update.lost_engines) == [victim.name], update.lost_engines
     assert set(old.values()).isdisjoint(sender.checksums().values())
     await fleet.expect(sender.checksums())
     done = await fleet.update()
     assert done.lost_engines == {}
     await fleet.expect(sender.checksums())
-    return update
 
 
 @contextlib.contextmanager

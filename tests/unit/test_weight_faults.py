@@ -136,7 +136,7 @@ async def test_an_engine_that_ends_or_hangs(
             victim = await receiver_of("victim", doomed, row.transport, stack)
             fleet = FaultyFleet(senders[row.transport], [survivor, victim], deadline_s=deadline_s)
             await fleet.update()
-            await run_engine_row(row, fleet, [doomed.pid])
+            await run_engine_row(row, fleet, [doomed.pid], doomed.stop)
 
 
 @pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
