@@ -51,9 +51,7 @@ async def run_trainer_row(row: TrainerRow, fleet: FaultyFleet, engine: EngineAdd
     layout = fleet.sender.specs
     _FORKSERVER.set_forkserver_preload(["dying_trainer"])
     ours, theirs = _FORKSERVER.Pipe()
-    trainer = _FORKSERVER.Process(
-        target=run_trainer, args=(theirs, row, engine, layout, folder), daemon=True
-    )
+    trainer = _FORKSERVER.Process(target=run_trainer, args=(theirs, row, engine, layout, folder), daemon=True)
     trainer.start()
     theirs.close()
     try:
@@ -70,7 +68,7 @@ async def run_trainer_row(row: TrainerRow, fleet: FaultyFleet, engine: EngineAdd
     assert [path for path in in_shared_memory if os.path.exists(path)] == []
     left = [path.name for path in (folder / "tmp").iterdir()]
     is_within_request = row.phase == "bucket"
-    assert len(left) == is_within_request, left
+    assert len(left) <= is_within_request, left
     assert all(name.startswith("invrl-reply-") for name in left), left  # an empty folder
     receiver = fleet.engines[0].inner
     held = await receiver.read_back(layout)

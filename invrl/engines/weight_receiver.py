@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from invrl.engines.engine_server import WEIGHT_LOADER
 from invrl.engines.reply_route import REPLY_PREFIX
 from invrl.engines.sglang_client import SglangClient
-from invrl.errors import ChecksumError, DeadlineError, LayoutError, WeightSyncError
+from invrl.errors import ChecksumError, DeadlineError, InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, hash_slot
@@ -47,6 +47,9 @@ _FETCH_SHARE = 0.8
 """Of the deadline of a load, for the files that an engine fetches: it then says itself what is missing."""
 _ROOM_DEADLINE_S = 10.0
 """Of a canary in an engine that may be full."""
+_END_AFTER_CANCEL_S = 5.0
+"""To end an update that was cancelled, as by the deadline of its phase: an engine that has hung until then does
+not answer to this either, and meanwhile no other engine goes on."""
 
 
 class EngineReceiver(ABC):
@@ -150,8 +153,15 @@ class EngineReceiver(ABC):
         await self._client.begin_weight_update()
         try:
             yield
-        finally:
+        except asyncio.CancelledError:
+            with contextlib.suppress(InvrlError, TimeoutError):
+                async with asyncio.timeout(_END_AFTER_CANCEL_S):
+                    await self._client.end_weight_update()
+            raise
+        except BaseException:
             await self._client.end_weight_update()
+            raise
+        await self._client.end_weight_update()
 
     async def _ask_loader(
         self,

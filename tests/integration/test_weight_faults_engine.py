@@ -4,7 +4,6 @@ the canary of the next update is asked."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -34,10 +33,11 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.engine_server import EngineServer
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
-from invrl.weights import broadcast_loads
 
-ONCE = {("arena copy", phase) for phase in ("load", "commit")}
-"""Where an engine is killed or stopped here: each time another one has to be started."""
+OWN_ENGINE_ROWS = [
+    row for row in ENGINE_ROWS if row.transport == "arena copy" and row.phase in ("load", "request")
+]
+"""Each takes an engine of its own. The other phases have no part in SGLang, and are the loader's rows."""
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,14 @@ def sender_of(model: TorchSender, transport: Transport, folder: Path) -> FaultyS
 
 
 @pytest.fixture(scope="module")
-def senders(
-    model: TorchSender, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Transport, FaultySender]:
+def senders(model: TorchSender, tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, FaultySender]:
     folder = tmp_path_factory.mktemp("weights")
     return {transport: sender_of(model, transport, folder / transport) for transport in RECEIVERS}
 
 
-def fleet_of(senders: dict[Transport, FaultySender], transport: Transport, client: SglangClient) -> FaultyFleet:
+def fleet_of(
+    senders: dict[Transport, FaultySender], transport: Transport, client: SglangClient
+) -> FaultyFleet:
     receiver = RECEIVERS[transport]("engine-0", client, settings_of(transport))
     return FaultyFleet(senders[transport], [receiver], canary_prompts=CANARY)
 
@@ -83,3 +83,40 @@ async def test_a_trainer_that_ends(
     server = engine.server
     address = EngineAddress(url=server.url, api_key=server.api_key, admin_key=server.admin_key)
     await run_trainer_row(row, fleet, address, tmp_path)
+
+
+@pytest.mark.parametrize("row", OWN_ENGINE_ROWS, ids=str)
+async def test_an_engine_that_ends_or_hangs(
+    row: EngineRow,
+    tiny_fleet: Fleet,
+    tiny_model: Path,
+    senders: dict[Transport, FaultySender],
+    tmp_path: Path,
+) -> None:
+    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
+    async with AsyncExitStack() as stack:
+        server = EngineServer("doomed", config, model_path=tiny_model, run_folder=tmp_path)
+        stack.callback(server.stop)
+        await asyncio.to_thread(server.wait_ready)
+        client = SglangClient(
+            server.url,
+            limits=tiny_fleet.limits,
+            api_key=server.api_key,
+            admin_key=server.admin_key,
+            name="doomed",
+        )
+        await stack.enter_async_context(client)
+        receiver_type = RECEIVERS[row.transport]
+        survivor = receiver_type(
+            "engine-0", tiny_fleet.engines["engine-0"].client, settings_of(row.transport)
+        )
+        doomed = receiver_type("doomed", client, settings_of(row.transport))
+        fleet = FaultyFleet(
+            senders[row.transport],
+            [survivor, doomed],
+            deadline_s=STOPPED_DEADLINE_S if row.fault == "stopped" else DEADLINE_S,
+            canary_prompts=CANARY,
+        )
+        await fleet.update()
+        victims = [process.pid for process in server.processes()]
+        await run_engine_row(row, fleet, victims, server.stop)

@@ -93,7 +93,9 @@ async def loaders(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loa
 def senders(tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, FaultySender]:
     """One for each transport: an arena lives as long as its trainer."""
     return {
-        transport: FaultySender(random_weights(LAYOUT, 1), transport, tmp_path_factory.mktemp("weights") / "w")
+        transport: FaultySender(
+            random_weights(LAYOUT, 1), transport, tmp_path_factory.mktemp("weights") / "w"
+        )
         for transport in RECEIVERS
     }
 
