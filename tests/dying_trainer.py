@@ -1,7 +1,7 @@
 """A trainer in a process of its own, that runs an update up to a phase and waits there to be killed.
 
-`multiprocessing` starts it, so everything that it takes is pickled. It tells the checksums of the two versions
-first, and then the phase that has begun.
+`multiprocessing` starts it, so everything that it takes is pickled. It tells the checksums of the two
+versions first, and then the phase that has begun.
 """
 
 from __future__ import annotations

@@ -113,9 +113,12 @@ WEIGHTS_ROWS = [
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """What happens to one of two engines, at the beginning of a phase. "request": of the load, when the engine
-    has begun an update and is about to be asked; "bucket": in the middle of a broadcast. It is lost; the other one holds the
-    new version."""
+    """What happens to one of two engines, at the beginning of a phase. It is lost; the other one holds the
+    new version.
+
+    "request": of the load, when the engine has begun an update and is about to be asked; "bucket": in the
+    middle of a broadcast.
+    """
 
     fault: Literal["killed", "stopped", "disk full"]
     transport: Transport

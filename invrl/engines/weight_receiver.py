@@ -48,8 +48,8 @@ _FETCH_SHARE = 0.8
 _ROOM_DEADLINE_S = 10.0
 """Of a canary in an engine that may be full."""
 _END_AFTER_CANCEL_S = 5.0
-"""To end an update that was cancelled, as by the deadline of its phase: an engine that has hung until then does
-not answer to this either, and meanwhile no other engine goes on."""
+"""To end an update that was cancelled, as by the deadline of its phase: an engine that has hung until then
+does not answer to this either, and meanwhile no other engine goes on."""
 
 
 class EngineReceiver(ABC):

@@ -35,9 +35,11 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
 
 OWN_ENGINE_ROWS = [
-    row for row in ENGINE_ROWS if row.transport == "arena copy" and row.phase in ("load", "request")
+    EngineRow(fault="killed", transport="arena copy", phase="load"),
+    EngineRow(fault="stopped", transport="arena copy", phase="request"),
 ]
-"""Each takes an engine of its own. The other phases have no part in SGLang, and are the loader's rows."""
+"""Each starts an engine of its own, so there are few."""
+assert all(row in ENGINE_ROWS for row in OWN_ENGINE_ROWS)
 
 
 @pytest.fixture(scope="module")
