@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -35,7 +36,6 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.delta_folders import DeltaFolders
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import TensorSpec, WeightUpdate, WeightVersion
-from invrl.weights import broadcast
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup
 from invrl.weights.broadcast_loads import BroadcastLoads
@@ -196,9 +196,8 @@ RECEIVERS: Mapping[Transport, type[EngineReceiver]] = {
 
 
 def settings_of(transport: Transport) -> WeightSyncConfig:
-    if transport == "arena alias":
-        return WeightSyncConfig(weight_arena="alias")
-    return WeightSyncConfig()
+    arena = "alias" if transport == "arena alias" else "copy"
+    return WeightSyncConfig.model_validate({"weight_arena": arena})
 
 
 def random_weights(layout: WeightLayout, seed: int) -> dict[str, torch.Tensor]:
@@ -507,11 +506,8 @@ def at_last_bucket(strike: Callable[[], None], *, times: int) -> Iterator[None]:
             strike()
         return begin(group, bucket)
 
-    broadcast.WeightGroup._begin = begin_or_strike
-    try:
+    with mock.patch.object(WeightGroup, "_begin", begin_or_strike):
         yield
-    finally:
-        broadcast.WeightGroup._begin = begin
 
 
 def flip(raw_bytes: torch.Tensor) -> None:

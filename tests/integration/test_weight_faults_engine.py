@@ -95,7 +95,7 @@ async def test_an_engine_that_ends_or_hangs(
     senders: dict[Transport, FaultySender],
     tmp_path: Path,
 ) -> None:
-    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
+    config = EngineConfig.model_validate({"engine_dtype": "float32", "engine_start_timeout_s": 500.0})
     async with AsyncExitStack() as stack:
         server = EngineServer("doomed", config, model_path=tiny_model, run_folder=tmp_path)
         stack.callback(server.stop)
