@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from invrl.engines.engine_server import WEIGHT_LOADER
 from invrl.engines.reply_route import REPLY_PREFIX
 from invrl.engines.sglang_client import SglangClient
-from invrl.errors import ChecksumError, DeadlineError, InvrlError, LayoutError, WeightSyncError
+from invrl.errors import ChecksumError, DeadlineError, InvrlError, LayoutError, ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, hash_slot
@@ -150,7 +150,12 @@ class EngineReceiver(ABC):
     @contextlib.asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
         """SGLang takes weights only between these two calls."""
-        await self._client.begin_weight_update()
+        try:
+            await self._client.begin_weight_update()
+        except ServerError:
+            # Who began an update before may have been killed, or given up, before its end.
+            await self._client.end_weight_update()
+            await self._client.begin_weight_update()
         try:
             yield
         except asyncio.CancelledError:
