@@ -40,10 +40,11 @@ from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.broadcaster import Broadcaster
+from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.tensor_spec import checksum
-from invrl.weights.transaction import CanaryBound, WeightTransaction, load_alone
+from invrl.weights.transaction import WeightTransaction, load_alone
 from invrl.weights.weight_folder import WEIGHTS_NAME
 
 Transport = Literal["arena copy", "arena alias", "disk", "delta", "collective"]
