@@ -29,6 +29,7 @@ from weight_faults import (
 )
 
 from invrl.bench.loader_server import LoaderServer
+from invrl.engines import weight_receiver
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.types import TensorSpec
 from invrl.weights import broadcast_loads
@@ -81,6 +82,12 @@ class Loaders:
         server = self._lasting[kind]
         assert server.alive()
         return server
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an engine that has hung; one that has not answers in milliseconds."""
+    monkeypatch.setattr(weight_receiver, "_END_AFTER_CANCEL_S", 1.0)
 
 
 @pytest.fixture(scope="module")
