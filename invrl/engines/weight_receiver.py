@@ -210,7 +210,7 @@ class EngineReceiver(ABC):
 
     def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
         """What is staged, by files, and where the engine fetches these; None: it opens them."""
-        if not self._settings.weight_http_host:
+        if not self._settings.weight_host:
             return staged.handle, None
         served = msgspec.json.decode(staged.handle, type=ServedHandle)
         return served.handle, served.source

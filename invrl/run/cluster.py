@@ -285,7 +285,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             engine_ranks=config.engine.engine_tp_size,
             weight_folder=str(_weight_folder(config, folder)),
             weight_full_every=config.weight_sync.weight_full_every,
-            weight_http_host=config.weight_sync.weight_http_host,
+            weight_host=config.weight_sync.weight_host,
             broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
             megatron=dict(config.megatron),
             seed=config.run.seed,

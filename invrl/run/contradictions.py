@@ -84,9 +84,9 @@ def _weight_sync(config: Config) -> Contradictions:
     if weight_sync.weight_folder and weight_sync.weight_transport not in ("disk", "delta"):
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
         yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"
-    if weight_sync.weight_http_host and weight_sync.weight_transport not in ("disk", "delta"):
-        reason = f"the transport {weight_sync.weight_transport!r} writes no files that engines could fetch"
-        yield "weight_sync.weight_http_host", reason, "add --weight-transport delta, or leave it out"
+    if weight_sync.weight_host and weight_sync.weight_transport in ("arena", "bucket"):
+        reason = f"the transport {weight_sync.weight_transport!r} uses no network"
+        yield "weight_sync.weight_host", reason, "add --weight-transport delta, or leave it out"
     if config.engine.engine_tp_size > 1:
         reason = "the processes of an engine take their slices of the weights from the arena, and copy them"
         if weight_sync.weight_transport != "arena":
@@ -215,12 +215,16 @@ def _external_engines(config: Config) -> Contradictions:
         reason = "smg sends all engines one key, and an external engine has a new one with each start"
         yield "engine.router", reason, "leave --router out, or --external-engines"
     transport = config.weight_sync.weight_transport
-    if transport not in ("disk", "delta") and not config.run.debug_rollout_only:
-        means = {"collective": "an address of loopback"}.get(transport, "the memory of the trainer's machine")
+    means = "the memory of the trainer's machine"
+    if transport == "collective":
+        means = "" if config.weight_sync.weight_host else "an address of loopback"
+    if transport in ("disk", "delta"):
+        means = ""
+    if means and not config.run.debug_rollout_only:
         reason = f"its weights go by {means}, which an engine that the run does not start may not reach"
         fix = (
             "add --weight-transport disk (or delta), with a --weight-folder that all engines see or with "
-            "--weight-http-host"
+            "--weight-host; or --weight-transport collective with --weight-host"
         )
         yield "weight_sync.weight_transport", reason, fix
 

@@ -215,8 +215,10 @@ class TrainRank:
     @cached_property
     def _file_server(self) -> WeightFileServer | None:
         """Raises OSError if the address is none of this machine."""
-        host = self._settings.weight_http_host
-        return WeightFileServer(Path(self._settings.weight_folder), host) if host else None
+        host = self._settings.weight_host
+        if not host or self._settings.transport == "collective":
+            return None
+        return WeightFileServer(Path(self._settings.weight_folder), host)
 
     @cached_property
     def _transport(self) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
@@ -232,7 +234,8 @@ class TrainRank:
                 return DeltaFolders(self.layout(), folder, full_every=self._settings.weight_full_every)
             case "collective":
                 timeout_s = self._settings.broadcast_timeout_s
-                return Broadcaster(self.layout(), host=self._settings.master_addr, timeout_s=timeout_s)
+                host = self._settings.weight_host or self._settings.master_addr
+                return Broadcaster(self.layout(), host=host, timeout_s=timeout_s)
             case _:
                 return ArenaWriter(
                     self.layout(),

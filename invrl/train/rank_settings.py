@@ -37,8 +37,9 @@ class RankSettings:
     """Where the transports `disk` and `delta` write: a folder for them alone."""
     weight_full_every: int = 1
     """With the transport `delta`: how many versions there are from one that is whole to the next."""
-    weight_http_host: str = ""
-    """The address on which their files are served; "": engines open them."""
+    weight_host: str = ""
+    """The address on which engines fetch their files; "": they open them. With the transport `collective`:
+    where engines join; "": at `master_addr`."""
     broadcast_timeout_s: float = 10.0
     """With the transport `collective`: for the engines to join, and then for each bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)

@@ -20,8 +20,8 @@ class WeightSyncConfig(Section):
     weight_folder: str = Field(
         "", description="'disk', 'delta': where engines find the weights; '': in the run folder"
     )
-    weight_http_host: str = Field(
-        "", description="'disk', 'delta': engines fetch the files by HTTP from this address of the trainer"
+    weight_host: str = Field(
+        "", description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'"
     )
     weight_full_every: int = Field(
         16, ge=1, description="'delta': every n-th version is written whole; 1: each of them"

@@ -185,7 +185,7 @@ async def test_an_engine_fetches_what_changed_from_the_trainer(
     """A trainer that is not reached leaves the engine with the old version, which it serves."""
     folder = tmp_path / "weights"
     sender = TorchSender(tiny_model, transport="delta", weight_folder=folder)
-    settings = WeightSyncConfig(weight_http_host="127.0.0.1", weight_sync_timeout_s=60.0)
+    settings = WeightSyncConfig(weight_host="127.0.0.1", weight_sync_timeout_s=60.0)
     follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
     update = Update(sender, [follower])
     server = WeightFileServer(folder, "127.0.0.1")

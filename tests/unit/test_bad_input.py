@@ -461,16 +461,16 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "leave --weight-folder out",
         ),
         (
-            ["--weight-transport", "delta", "--weight-http-host", "192.0.2.1"],
-            "weight_sync.weight_http_host",
+            ["--weight-transport", "delta", "--weight-host", "192.0.2.1"],
+            "weight_sync.weight_host",
             "annot assign requested address",
             "an address of this machine",
         ),
         # contradictions
         (
-            ["--weight-http-host", "127.0.0.1"],
-            "weight_sync.weight_http_host",
-            "'arena' writes no files",
+            ["--weight-host", "127.0.0.1"],
+            "weight_sync.weight_host",
+            "'arena' uses no network",
             "add --weight-transport delta",
         ),
         (

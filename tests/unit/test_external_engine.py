@@ -232,10 +232,18 @@ def test_settings_that_no_external_engine_can_serve_are_refused(
     assert words in raised.value.reason
 
 
-@pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_a_fleet_of_external_engines_alone_is_a_fleet(transport: str) -> None:
+@pytest.mark.parametrize(
+    "transport",
+    [
+        ["disk"],
+        ["delta"],
+        ["delta", "--weight-host", "127.0.0.1"],
+        ["collective", "--weight-host", "127.0.0.1"],
+    ],
+)
+def test_a_fleet_of_external_engines_alone_is_a_fleet(transport: list[str]) -> None:
     flags = ["--num-engines", "0", "--external-engines", "http://a:1", "http://b:2"]
-    config = resolve(*parse_flags([*flags, "--weight-transport", transport]))
+    config = resolve(*parse_flags([*flags, "--weight-transport", *transport]))
     assert config.engine.external_engines == ("http://a:1", "http://b:2")
     assert "KEY" not in config.to_toml()
 

@@ -101,7 +101,7 @@ CHECKS = (
         needs=_MODEL_FOLDER,
     ),
     _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
-    _of_settings("weight server", settings_checks.check_weight_http_host, TRAIN),
+    _of_settings("weight server", settings_checks.check_weight_host, TRAIN),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
     _of_settings("external engines", settings_checks.check_engine_key, EVERY),

@@ -181,16 +181,16 @@ def check_weight_folder(config: Config) -> str:
     return folder
 
 
-def check_weight_http_host(config: Config) -> str:
+def check_weight_host(config: Config) -> str:
     """The trainer can listen where engines are to fetch the weights."""
-    host = config.weight_sync.weight_http_host
+    host = config.weight_sync.weight_host
     if not host:
         return "none: engines open the weights"
     try:
         listen(host).close()
     except OSError as error:
         fix = "give an address of this machine that the engines reach"
-        raise ConfigError("weight_sync.weight_http_host", host, str(error), fix) from error
+        raise ConfigError("weight_sync.weight_host", host, str(error), fix) from error
     return host
 
 
