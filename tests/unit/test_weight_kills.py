@@ -1,5 +1,6 @@
 """kill -9 of a trainer or an engine in the middle of a write or a copy: engines are on whole versions, the
-arena goes on, and nothing stays in shared memory. The processes are forks with the writer and the loader.
+arena goes on, and nothing stays in shared memory. The processes have the writer or the loader. They are not
+forks of this one: a fork has the locks of all its threads, but not the threads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LAYOUT = tuple(
     for layer in range(8)
 )
 ANSWER_S = 120.0
-FORK = multiprocessing.get_context("fork")
+CLEAN = multiprocessing.get_context("forkserver")
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
@@ -53,18 +54,20 @@ def kill_in_copy(number: int) -> None:
     in_engine.copy_hashed = deadly
 
 
+def serve(connection: Connection, answer: Callable[[Any], object]) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(answer(connection.recv()))
+
+
 class Child:
-    """A fork that answers calls with the results of `answer`."""
+    """A process that answers calls with the results of `answer`."""
 
     def __init__(self, answer: Callable[[Any], object]) -> None:
-        self._connection, theirs = FORK.Pipe()
-
-        def serve(connection: Connection) -> None:
-            with contextlib.suppress(EOFError):
-                while True:
-                    connection.send(answer(connection.recv()))
-
-        self.process = FORK.Process(target=serve, args=(theirs,), daemon=True)
+        CLEAN.set_forkserver_preload(["torch", "invrl.weights.in_engine"])
+        self._connection, theirs = CLEAN.Pipe()
+        self.process = CLEAN.Process(target=serve, args=(theirs, answer), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -102,16 +105,16 @@ class Engine:
     """Answers a request to the loader with (error, checksums)."""
 
     def __init__(self, folder: Path) -> None:
-        self._parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
-        self._model = types.SimpleNamespace(
-            named_parameters=lambda: self._parameters.items(), modules=lambda: ()
-        )
         self._reply_path = str(folder / "reply")
+        self._model: types.SimpleNamespace | None = None
 
     def answer(self, question: dict[str, Any]) -> tuple[str, dict[str, str]]:
         deadly_copy = question.pop("deadly_copy", 0)
         if deadly_copy:
             kill_in_copy(deadly_copy)
+        if self._model is None:
+            parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
+            self._model = types.SimpleNamespace(named_parameters=parameters.items, modules=lambda: ())
         request = LoaderRequest(reply_path=self._reply_path, tensors=LAYOUT, **question)
         in_engine.run(self._model, [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
         try:
