@@ -68,6 +68,8 @@ class EngineReceiver(ABC):
         self._checksums_add_up = num_ranks > 1
         self._aliases = settings.weight_arena == "alias"
         self._approved_layout: WeightLayout = ()
+        self._answered: tuple[WeightVersion, Mapping[str, str]] | None = None
+        """What was loaded last, and the checksums that the load answered with, until they have been asked."""
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
         self.is_loading = False
@@ -103,11 +105,25 @@ class EngineReceiver(ABC):
         await self._client.pause()
         await self._client.flush_cache()
 
+    async def load(self, staged: StagedWeights) -> None:
+        """Raises as the transport's `_load` does."""
+        self._answered = None
+        checksums = await self._load(staged)
+        if checksums is not None:
+            self._answered = (staged.version, checksums)
+
     @abstractmethod
-    async def load(self, staged: StagedWeights) -> None: ...
+    async def _load(self, staged: StagedWeights) -> Mapping[str, str] | None:
+        """Returns the checksums that the engine answered with, None if it gave none."""
+        ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Of the engine's own parameters, read back now."""
+        """Those that the load of `staged` answered with, once; without them, or asked again, the engine's
+        parameters are read back now."""
+        answered = self._answered
+        self._answered = None
+        if answered is not None and answered[0] == staged.version:
+            return answered[1]
         async with self._update():
             reply = await self._ask_loader(self._approved_layout, digest=True)
         return reply.checksums
@@ -267,9 +283,6 @@ class ArenaReceiver(EngineReceiver):
         self._loads_since_readback = 0
         self._hashed: StagedWeights | None = None
         """Whose slot holds the bytes that were staged, as `check` saw."""
-        self._loaded: StagedWeights | None = None
-        """What was loaded, until its checksums have been asked."""
-        self._checksums_of_load: Mapping[str, str] = {}
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """Where parameters alias a slot of the host's memory it raises ChecksumError, too, unless the slot
@@ -286,8 +299,7 @@ class ArenaReceiver(EngineReceiver):
                 raise ChecksumError(f"{reason}, {wrong[0]} first", engine=self.name)
             self._hashed = staged
 
-    async def load(self, staged: StagedWeights) -> None:
-        self._loaded = None
+    async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         self._loads_since_readback += 1
         is_due = self._loads_since_readback == self._settings.weight_readback_every
         is_unhashed = self._aliases and self._hashed is not staged
@@ -301,16 +313,7 @@ class ArenaReceiver(EngineReceiver):
         self._must_read_back = checksums != staged.checksums
         if reads_back:
             self._loads_since_readback = 0
-        self._checksums_of_load = checksums
-        self._loaded = staged
-
-    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Those that the load of `staged` answered with, once; without such a load, or asked again, the
-        engine's parameters are read back now."""
-        if self._loaded is staged:
-            self._loaded = None
-            return self._checksums_of_load
-        return await super().checksums(staged)
+        return checksums
 
 
 def _arena_of(staged: StagedWeights) -> ArenaHandle:
@@ -321,30 +324,33 @@ class FolderReceiver(EngineReceiver):
     """The engine copies from the folder of the version, which is on a disk that it shares with the trainer,
     or which it fetches."""
 
-    async def load(self, staged: StagedWeights) -> None:
+    async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         folder, source = self._located(staged)
         async with self._update():
-            await self._ask_loader(self._approved_layout, folder=folder, source=source)
+            reply = await self._ask_loader(self._approved_layout, folder=folder, source=source, digest=True)
+        return reply.checksums
 
 
 class DeltaReceiver(EngineReceiver):
     """The engine applies the differences that it lacks, from such folders."""
 
-    async def load(self, staged: StagedWeights) -> None:
+    async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         handle, source = self._located(staged)
         chain = msgspec.json.decode(handle, type=DeltaHandle).chain
         async with self._update():
-            await self._ask_loader(self._approved_layout, chain=chain, source=source)
+            reply = await self._ask_loader(self._approved_layout, chain=chain, source=source, digest=True)
+        return reply.checksums
 
 
 class BroadcastReceiver(EngineReceiver):
     """The engine receives a broadcast of the trainer, together with others (`weights/broadcast_loads.py`)."""
 
-    async def load(self, staged: StagedWeights) -> None:
+    async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         """Raises BroadcastError, after which the engine may hold a mix, if the broadcast broke."""
         invitation = msgspec.json.decode(staged.handle, type=GroupInvitation)
         async with self._update():
-            await self._ask_loader(self._approved_layout, broadcast=invitation)
+            reply = await self._ask_loader(self._approved_layout, broadcast=invitation, digest=True)
+        return reply.checksums
 
 
 class BucketReceiver(EngineReceiver):
@@ -353,7 +359,7 @@ class BucketReceiver(EngineReceiver):
     SGLang accepts unknown names and dies of wrong shapes there, so `check` must have passed.
     """
 
-    async def load(self, staged: StagedWeights) -> None:
+    async def _load(self, staged: StagedWeights) -> None:
         assert self._approved_layout, "load before check"
         async with self._update():
             for payload in json.loads(staged.handle):
