@@ -47,9 +47,9 @@ _FETCH_SHARE = 0.8
 """Of the deadline of a load, for the files that an engine fetches: it then says itself what is missing."""
 _ROOM_DEADLINE_S = 10.0
 """Of a canary in an engine that may be full."""
-_END_AFTER_CANCEL_S = 5.0
-"""To end an update that was cancelled, as by the deadline of its phase: an engine that has hung until then
-does not answer to this either, and meanwhile no other engine goes on."""
+_END_AFTER_FAILURE_S = 5.0
+"""To end an update that has failed or was cancelled, as by the deadline of its phase: an engine that has hung
+until then does not answer to this either, and meanwhile no other engine goes on."""
 
 
 class EngineReceiver(ABC):
@@ -174,13 +174,10 @@ class EngineReceiver(ABC):
             await self._client.begin_weight_update()
         try:
             yield
-        except asyncio.CancelledError:
-            with contextlib.suppress(InvrlError, TimeoutError):
-                async with asyncio.timeout(_END_AFTER_CANCEL_S):
-                    await self._client.end_weight_update()
-            raise
         except BaseException:
-            await self._client.end_weight_update()
+            with contextlib.suppress(InvrlError, TimeoutError):
+                async with asyncio.timeout(_END_AFTER_FAILURE_S):
+                    await self._client.end_weight_update()
             raise
         await self._client.end_weight_update()
 

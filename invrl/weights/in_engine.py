@@ -42,13 +42,17 @@ from invrl.weights.multilinear import checksum_of_slice
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
-from invrl.weights.tensor_spec import checksum, copy_hashed
+from invrl.weights.tensor_spec import checksum, copy_hashed, num_bytes
 from invrl.weights.tensor_threads import by_threads
 from invrl.weights.weight_files import FetchedFiles, FileSource, WeightFiles
 from invrl.weights.weight_folder import read_folder
 
 if TYPE_CHECKING:
     import torch
+
+
+_SMALL_FILE_BYTES = 64 << 20
+"""More than a manifest has, or what a file has beside its tensors."""
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +189,12 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
 def _files(request: LoaderRequest) -> WeightFiles:
     if request.source is None:
         return WeightFiles()
-    return FetchedFiles(request.source, deadline_s=request.fetch_deadline_s)
+    whole_bytes = sum(num_bytes(spec) for spec in request.tensors)
+    return FetchedFiles(
+        request.source,
+        deadline_s=request.fetch_deadline_s,
+        max_file_bytes=2 * whole_bytes + _SMALL_FILE_BYTES,
+    )
 
 
 def _copy_hashed(

@@ -7,9 +7,14 @@ reads it compares what it has read with the trainer's checksums, as with a file 
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import msgspec
@@ -52,9 +57,10 @@ class WeightFiles:
 class FetchedFiles(WeightFiles):
     """Files that are fetched when they are asked for, once each."""
 
-    def __init__(self, source: FileSource, *, deadline_s: float) -> None:
-        """`deadline_s`: for all of them together."""
+    def __init__(self, source: FileSource, *, deadline_s: float, max_file_bytes: int) -> None:
+        """`deadline_s`: for all of them together. A file that is larger than `max_file_bytes` is refused."""
         self._source = source
+        self._max_file_bytes = max_file_bytes
         self._give_up_at = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
         self._folder = TemporaryDirectory(prefix="invrl-weights-")
@@ -64,6 +70,11 @@ class FetchedFiles(WeightFiles):
             timeout=min(_SILENCE_S, deadline_s / _TRIES),
             trust_env=False,
         )
+        self._socket: socket.socket | None = None
+        # httpx has a deadline for each read, and a head that trickles in takes any number of them.
+        self._alarm = threading.Timer(deadline_s, self._end_connection)
+        self._alarm.daemon = True
+        self._alarm.start()
 
     def path(self, folder: str, name: str) -> Path:
         version = Path(folder).name
@@ -78,6 +89,7 @@ class FetchedFiles(WeightFiles):
                 self._fetch(f"/{version}/{name}", partial)
                 break
             except (httpx.HTTPError, OSError) as error:
+                self._check_deadline(f"{version}/{name}")
                 if remaining_tries == 0:
                     reason = f"{version}/{name} was not fetched from {self._source.url}: {error!r}"
                     raise WeightSyncError(f"{reason}, in the last of {_TRIES} tries") from error
@@ -85,12 +97,13 @@ class FetchedFiles(WeightFiles):
         return target
 
     def close(self) -> None:
+        self._alarm.cancel()
         self._http.close()
         self._folder.cleanup()
 
     def _fetch(self, path: str, target: Path) -> None:
         """Raises httpx.HTTPError or OSError where another try may help, else WeightSyncError."""
-        with self._http.stream("GET", path) as answer:
+        with self._http.stream("GET", path, extensions={"trace": self._note_socket}) as answer:
             if answer.status_code != 200:
                 raise WeightSyncError(
                     f"{self._source.url} answered {path} with {answer.status_code}: the version may be gone"
@@ -98,7 +111,25 @@ class FetchedFiles(WeightFiles):
             with target.open("wb") as file:
                 for chunk in answer.iter_raw():
                     self._check_deadline(path[1:])
+                    if file.tell() + len(chunk) > self._max_file_bytes:
+                        reason = f"it has more than {self._max_file_bytes} bytes"
+                        raise WeightSyncError(f"{path[1:]} of {self._source.url} is refused: {reason}")
                     file.write(chunk)
+
+    def _note_socket(self, event: str, details: Mapping[str, Any]) -> None:
+        """httpcore calls it at each step of a request."""
+        if event != "connection.connect_tcp.complete":
+            return
+        self._socket = details["return_value"].get_extra_info("socket")
+        if time.monotonic() > self._give_up_at:
+            self._end_connection()
+
+    def _end_connection(self) -> None:
+        """What waits for the server gets an error."""
+        connection = self._socket
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _check_deadline(self, path: str) -> None:
         """Raises WeightSyncError. `path`: of the file that is being fetched."""

@@ -77,6 +77,7 @@ class RankPool:
         megatron: dict[str, Any] | None = None,
         chat_template: str = "",
         reference: Path | None = None,
+        weights: dict[str, Any] | None = None,
     ) -> Trainer:
         """Trainer ranks over `model`; those built before them are gone. Without a layout all `ranks` are
         data-parallel."""
@@ -107,6 +108,7 @@ class RankPool:
                         algorithm=algorithm or AlgorithmConfig(),
                         weight_dtype=train.train_dtype,
                         megatron=megatron or {},
+                        **(weights or {}),
                     ),
                     port,
                 )

@@ -221,6 +221,35 @@ async def test_an_engine_fetches_what_changed_from_the_trainer(
     server.close()
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tensor=2)], ids=["one", "tp2"])
+async def test_an_engine_fetches_what_a_trainer_rank_serves(
+    pool: RankPool, tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    trainer = pool.build(
+        tiny_model,
+        layout=layout,
+        train=TrainConfig(train_dtype="float32", lr=1e-5),
+        weights={
+            "transport": "delta",
+            "weight_folder": str(tmp_path / "weights"),
+            "weight_full_every": 4,
+            "weight_host": "127.0.0.1",
+        },
+    )
+    settings = WeightSyncConfig(weight_transport="delta", weight_host="127.0.0.1")
+    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
+    transaction = WeightTransaction(
+        PoolSender(trainer), receivers_of(follower), canary_prompts=CANARY, bound=FP32
+    )
+    for seed in range(5):  # whole, three differences, whole
+        trainer.train(random_batch(seed))
+        Update.version = WeightVersion(Update.version + 1)
+        await transaction.run(Update.version)
+        export = tmp_path / f"export-{seed}"
+        trainer.part(layout.replica(0)).each("export", str(export))
+        assert await held(follower) == folder_checksums(export)
+
+
 def encode(handle: ServedHandle) -> str:
     return msgspec.json.encode(handle).decode()
 

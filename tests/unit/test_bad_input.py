@@ -466,6 +466,12 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "annot assign requested address",
             "an address of this machine",
         ),
+        (
+            ["--weight-transport", "delta", "--weight-host", "0.0.0.0"],
+            "weight_sync.weight_host",
+            "every address of this machine",
+            "an address of this machine",
+        ),
         # contradictions
         (
             ["--weight-host", "127.0.0.1"],

@@ -87,7 +87,7 @@ class Loaders:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """For an engine that has hung; one that has not answers in milliseconds."""
-    monkeypatch.setattr(weight_receiver, "_END_AFTER_CANCEL_S", 1.0)
+    monkeypatch.setattr(weight_receiver, "_END_AFTER_FAILURE_S", 1.0)
 
 
 @pytest.fixture(scope="module")

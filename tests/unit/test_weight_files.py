@@ -32,6 +32,7 @@ LAYOUT = (
     TensorSpec(name="a", shape=(64, 50), dtype="float32"),
     TensorSpec(name="b", shape=(700,), dtype="bfloat16"),
 )
+MAX_FILE_BYTES = 1 << 20
 Tensors = dict[str, torch.Tensor]
 
 
@@ -70,7 +71,7 @@ def server(parent: Path) -> Iterator[WeightFileServer]:
 
 @contextmanager
 def fetched(source: FileSource, deadline_s: float = 60.0) -> Iterator[FetchedFiles]:
-    files = FetchedFiles(source, deadline_s=deadline_s)
+    files = FetchedFiles(source, deadline_s=deadline_s, max_file_bytes=MAX_FILE_BYTES)
     try:
         yield files
     finally:
@@ -323,6 +324,39 @@ def test_a_server_that_trickles_is_given_up(folders: DeltaFolders, parent: Path)
         refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)
     finally:
         released.set()
+
+
+def test_a_head_that_trickles_is_given_up(folders: DeltaFolders, parent: Path) -> None:
+    """As above, before the first byte of a body."""
+    released = threading.Event()
+
+    def trickle(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        while not released.wait(0.05):
+            try:
+                handler.wfile.write(b"a")
+            except OSError:
+                return
+
+    ends_the_test = threading.Timer(60, released.set)  # without the fix, by another error
+    ends_the_test.start()
+    try:
+        refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)
+        assert not released.is_set()
+    finally:
+        released.set()
+        ends_the_test.cancel()
+
+
+def test_a_file_without_end_is_refused(folders: DeltaFolders, parent: Path) -> None:
+    def pour(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        try:
+            for _ in range(64):
+                send(handler, bytes(MAX_FILE_BYTES), 64 * MAX_FILE_BYTES)
+        except OSError:
+            return
+
+    refused(folders, parent, pour, f"more than {MAX_FILE_BYTES} bytes")
 
 
 def test_a_version_that_is_gone_says_so(folders: DeltaFolders, server: WeightFileServer) -> None:

@@ -3,6 +3,7 @@ batches, options of other packages, the gateway's port.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
 
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -186,11 +187,15 @@ def check_weight_host(config: Config) -> str:
     host = config.weight_sync.weight_host
     if not host:
         return "none: engines open the weights"
+    fix = "give an address of this machine that the engines reach"
     try:
-        listen(host).close()
+        with listen(host) as listener:
+            address = listener.getsockname()[0]
     except OSError as error:
-        fix = "give an address of this machine that the engines reach"
         raise ConfigError("weight_sync.weight_host", host, str(error), fix) from error
+    if ipaddress.ip_address(address).is_unspecified:
+        reason = "it means every address of this machine, and engines far away would ask their own"
+        raise ConfigError("weight_sync.weight_host", host, reason, fix)
     return host
 
 
