@@ -8,7 +8,7 @@ are int32, log-probs and advantages float32. Constructors check lengths, so a va
 consistent. Every package imports this module; it imports only the reasons of failures (`reasons.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NewType
 
@@ -431,10 +431,15 @@ class TrainSample:
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
     """The experts that computed token t in the engine; None: they were not recorded."""
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """More numbers of token t, by name: log-probs of a teacher, process rewards, the user's own."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """More numbers of the whole row, by name."""
 
     def __post_init__(self) -> None:
         if self.experts_TLK is not None:
             _same_length(tokens_T=self.tokens_T, experts_TLK=self.experts_TLK)
+        _same_length(tokens_T=self.tokens_T, **self.columns)
         length = _same_length(
             tokens_T=self.tokens_T,
             loss_mask_T=self.loss_mask_T,
@@ -445,23 +450,67 @@ class TrainSample:
             raise ValueError(f"rollout {self.rollout_id}: the first token has no log-prob to train")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedCounts:
+    """How much a mini-batch trains, over all ranks: the denominators of its loss. What has no trained token
+    is not counted."""
+
+    tokens_of_rollout: Mapping[str, int]
+    """By rollout id. A rollout may have several rows, also on several ranks."""
+    tokens_of_group: Mapping[str, int]
+    """By group id."""
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tokens_of_rollout.values())
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.tokens_of_rollout)
+
+    @property
+    def groups(self) -> int:
+        return len(self.tokens_of_group)
+
+    @staticmethod
+    def of(samples: Iterable[TrainSample]) -> "TrainedCounts":
+        tokens_of_rollout: dict[str, int] = {}
+        tokens_of_group: dict[str, int] = {}
+        rows = 0
+        for sample in samples:
+            num_trained = int(sample.loss_mask_T.sum())
+            if num_trained == 0:
+                continue
+            rows += 1
+            tokens_of_rollout[sample.rollout_id] = tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
+            tokens_of_group[sample.group_id] = tokens_of_group.get(sample.group_id, 0) + num_trained
+        return TrainedCounts(tokens_of_rollout=tokens_of_rollout, tokens_of_group=tokens_of_group, rows=rows)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainBatch:
-    """Samples with one advantage per token: the whole batch, or one data-parallel rank's shard of it."""
+    """Samples with one advantage per token: the whole batch, a mini-batch of it, or one data-parallel rank's
+    share of a mini-batch."""
 
     batch_id: int
     version: WeightVersion
     samples: tuple[TrainSample, ...]
     advantages: tuple[NDArray[np.float32], ...]
     """One array [T] per sample; 0 where its loss mask is False."""
-    total_tokens: int
-    """Trained tokens of the whole batch, for a shard as well: the loss's global denominator."""
+    counts: TrainedCounts | None = None
+    """Of the whole mini-batch that these samples are a share of. None: the samples are all of it."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):
             raise ValueError(f"{len(self.samples)} samples, {len(self.advantages)} advantages")
         for sample, advantages_T in zip(self.samples, self.advantages, strict=True):
             _same_length(tokens_T=sample.tokens_T, advantages_T=advantages_T)
+
+    @property
+    def trained(self) -> TrainedCounts:
+        """Of the whole mini-batch, for a share as well."""
+        return self.counts or TrainedCounts.of(self.samples)
 
 
 # ------------------------------------------------------------------ weights

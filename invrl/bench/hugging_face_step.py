@@ -107,7 +107,7 @@ def pad_batch(batch: TrainBatch, *, tokens: int, sorted_by_length: bool) -> Padd
         micro_batches[-1].append(row)
     return PaddedBatch(
         micro_batches=tuple(_pad(batch, micro_batch) for micro_batch in micro_batches),
-        denominator=float(batch.total_tokens),
+        denominator=float(batch.trained.tokens),
     )
 
 

@@ -42,7 +42,6 @@ def make_batch(workload: str, *, num_tokens: int, longest: int, vocab_size: int)
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=tuple(sample.loss_mask_T.astype(np.float32) for sample in samples),
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
     )
 
 

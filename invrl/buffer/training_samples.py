@@ -62,7 +62,6 @@ def build_batch(
         version=taken.version,
         samples=tuple(samples),
         advantages=tuple(advantages),
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
     )
 
 

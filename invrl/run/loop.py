@@ -108,7 +108,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
                 saved_step = step
 
         values |= resolve(await parts.buffer.metrics(), "buffer/")
-        values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
+        values |= resolve(time_metrics(phases.seconds, taken, batch.trained.tokens), "time/")
         if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
             parts.observer.phase("evaluating", step)
             values |= await parts.evaluate(WeightVersion(step))

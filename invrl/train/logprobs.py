@@ -41,8 +41,8 @@ def projected_logprobs(
     group: ProcessGroup | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the micro-batch's wanted tokens, and the entropies in nats (without gradient) of the
-    distributions that they were drawn from; float32 [N] each.
+    """Log-probs of the micro-batch's wanted tokens, and the entropies in nats of the distributions that they
+    were drawn from; float32 [N] each. Both have a gradient.
 
     The logits are hidden_UH @ weight_VH.T in the dtype of both; what follows is computed in float32 (in
     float64 for float64). `softcap` c makes a logit x into c * tanh(x / c). Then logits are divided by the
@@ -226,20 +226,31 @@ class _ProjectedLogprobs(torch.autograd.Function):
             picked_N = softmax.reduce(picked_N, group)
         logsum_U = softmax.logsum()
         logprobs_N = picked_N - logsum_U[wanted.row_N]
-        entropy_N = softmax.entropy()[wanted.row_N]
-        ctx.save_for_backward(hidden_UH, weight_VH, logsum_U, *kept)
+        entropy_U = softmax.entropy()
+        ctx.save_for_backward(hidden_UH, weight_VH, logsum_U, entropy_U, *kept)
         ctx.wanted = wanted
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        ctx.set_materialize_grads(False)  # most losses use the log-probs alone
+        return logprobs_N, entropy_U[wanted.row_N]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """d logprob_n / d z[u] = onehot(target_n) - softmax(z[u]), summed over the tokens n of row u, where
-        z = logits / temperature."""
-        hidden_UH, weight_VH, logsum_U, *kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        """Of the tokens n of row u, with z = logits / temperature and p = softmax(z[u]), summed:
+
+        d logprob_n / d z[u] = onehot(target_n) - p
+        d entropy_n / d z[u] = -p (log p + entropy_n)
+        """
+        hidden_UH, weight_VH, logsum_U, entropy_U, *kept = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
-        scale_N = grads[0] / wanted.temperature_U[wanted.row_N]
-        scale_U = torch.zeros_like(logsum_U).index_add_(0, wanted.row_N, scale_N)
+        zeros_U = torch.zeros_like(logsum_U)
+        logprob_grad_N, entropy_grad_N = grads
+        if logprob_grad_N is None:
+            logprob_grad_N = zeros_U.new_zeros(len(wanted.row_N))
+        scale_N = logprob_grad_N / wanted.temperature_U[wanted.row_N]
+        scale_U = zeros_U.index_add(0, wanted.row_N, scale_N)
+        entropy_scale_U = None
+        if entropy_grad_N is not None:
+            entropy_scale_N = entropy_grad_N / wanted.temperature_U[wanted.row_N]
+            entropy_scale_U = zeros_U.index_add(0, wanted.row_N, entropy_scale_N)
         scale_S = scale_N[wanted.token_S]
         hidden_grad_UH = torch.zeros(hidden_UH.shape, dtype=logsum_U.dtype, device=logsum_U.device)
         weight_grad_VH = torch.empty_like(weight_VH)
@@ -251,7 +262,13 @@ class _ProjectedLogprobs(torch.autograd.Function):
             if wanted.softcap is not None:  # of c * tanh(x / c): 1 - tanh^2
                 slope_UW = 1 - (logits_UW / wanted.softcap).square()
             wanted.scale_and_restrict(logits_UW, block)
-            grad_UW = logits_UW.sub_(logsum_U[:, None]).exp_().mul_(-scale_U[:, None])
+            log_p_UW = logits_UW.sub_(logsum_U[:, None])
+            if entropy_scale_U is None:
+                grad_UW = log_p_UW.exp_().mul_(-scale_U[:, None])
+            else:
+                p_UW = log_p_UW.exp()
+                of_entropy_UW = log_p_UW.add_(entropy_U[:, None]).mul_(entropy_scale_U[:, None])
+                grad_UW = p_UW.mul_(of_entropy_UW.add_(scale_U[:, None]).neg_())
             row_S, column_S = wanted.places(block)
             flat_places_S = row_S * grad_UW.shape[1] + column_S
             grad_UW.view(-1).index_add_(0, flat_places_S, scale_S[block.tokens])

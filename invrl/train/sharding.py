@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from invrl.train.balance import balance
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
-from invrl.types import TrainBatch
+from invrl.types import TrainBatch, TrainedCounts
 
 Shard = tuple[TrainBatch, ...]
 """One rank's work: its share of each mini-batch, in order; each mini-batch is one optimizer step. The share's
-`total_tokens` is that of the whole mini-batch over all ranks: the loss denominator."""
+`counts` are those of the whole mini-batch over all ranks: the denominators of its loss."""
 
 
 def shard_batch(
@@ -39,14 +39,14 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     parts: list[TrainBatch] = []
     for indices in indices_by_part:
         part = _select(batch, indices)
-        num_trained = sum(int(sample.loss_mask_T.sum()) for sample in part.samples)
-        if num_trained:
-            parts.append(replace(part, total_tokens=num_trained))
+        counts = TrainedCounts.of(part.samples)
+        if counts.rows:
+            parts.append(replace(part, counts=counts))
     return parts
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples; `total_tokens` stays that of the whole batch."""
+    """These samples; `counts` stay those of the whole batch."""
     samples = tuple(batch.samples[index] for index in indices)
     advantages = tuple(batch.advantages[index] for index in indices)
     return replace(batch, samples=samples, advantages=advantages)

@@ -398,7 +398,7 @@ def _loss_work(
         advantages_N=pick(mini_batch.advantages),
         old_N=None if old is None else pick(old),
         reference_N=None if reference is None else pick(reference),
-        denominator=float(mini_batch.total_tokens),
+        denominator=float(mini_batch.trained.tokens),
         after_update_N=after_update_N,
     )
     return _LossWork(micro_batch, loss_inputs)

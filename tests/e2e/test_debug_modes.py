@@ -90,7 +90,7 @@ def test_a_step_is_made_again_with_every_token_written_out(learned: Path, saved:
         )
         if trained
     ]
-    assert len(gaps) == batch.total_tokens
+    assert len(gaps) == batch.trained.tokens
     assert max(gaps) <= 1e-3
     assert any(row["logprob_before"] != row["logprob_after"] for row in rows), "the step changed the policy"
     assert not (learned / f"checkpoints/step-{saved + 1:06}").exists()

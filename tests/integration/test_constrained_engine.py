@@ -164,7 +164,6 @@ def batch_of(samples: Sequence[TrainSample]) -> TrainBatch:
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=tuple((n + 1) * sample.loss_mask_T.astype(np.float32) for n, sample in enumerate(samples)),
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
     )
 
 
@@ -215,7 +214,7 @@ def test_the_gradient_under_a_grammar_is_the_masked_softmaxs(tiny_model: Path, p
         logprobs_TV = logits_TV.masked_fill(~torch.from_numpy(kept_TV), -torch.inf).log_softmax(-1)
         picked_T = logprobs_TV.gather(1, torch.tensor(ids[len(PROMPT) :])[:, None])[:, 0]
         assert np.abs(measured[n][len(PROMPT) :] - picked_T.detach().numpy()).max() < 1e-4
-        loss = loss - (n + 1) * picked_T.sum() / batch.total_tokens
+        loss = loss - (n + 1) * picked_T.sum() / batch.trained.tokens
     loss.backward()
     compared = 0
     for name, parameter in model.named_parameters():

@@ -127,7 +127,7 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(
     await saving.wait_until_saved()
     assert [checkpoint.step for checkpoint in saving.all()] == [0, 1]
     assert result.optimizer_steps == 2
-    assert resolve(result.metrics)["tokens"] == batch.total_tokens
+    assert resolve(result.metrics)["tokens"] == batch.trained.tokens
     assert result.seconds.keys() >= {"old_logprobs", "forward_backward", "optimizer"}
     prompt = batch.samples[0].tokens_T.tolist()
     (logprobs,) = await handle.logprobs([prompt])

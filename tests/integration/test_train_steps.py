@@ -47,7 +47,6 @@ def one_rollout(batch: TrainBatch) -> TrainBatch:
         version=batch.version,
         samples=(sample,),
         advantages=(advantages_T,),
-        total_tokens=int(sample.loss_mask_T.sum()),
     )
 
 
@@ -415,7 +414,6 @@ def test_nothing_to_train_makes_no_step(pool: RankPool, model: Path, ranks: int)
         version=BATCHES[0].version,
         samples=(untrained, untrained),
         advantages=(np.zeros_like(BATCHES[0].advantages[0]),) * 2,
-        total_tokens=0,
     )
     for batch in (empty, replace(empty, samples=(), advantages=())):
         numbers = resolve(trainer.train(batch, steps=2))

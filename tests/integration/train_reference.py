@@ -197,5 +197,4 @@ def random_batch(
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=advantages,
-        total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
     )

@@ -194,7 +194,6 @@ def long_tailed_batch(
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=tuple(sample.loss_mask_T.astype(np.float32) for sample in samples),
-        total_tokens=int(sum(sample.loss_mask_T.sum() for sample in samples)),
     )
 
 
@@ -312,7 +311,6 @@ def test_attention_counts() -> None:
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=advantages,
-        total_tokens=sum(lengths),
     )
     (with_long,) = [
         shard[0]

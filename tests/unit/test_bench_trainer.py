@@ -52,7 +52,7 @@ def test_lengths_are_equal_or_long_tailed() -> None:
 )
 def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> None:
     batch = make_batch(workload, num_tokens=4096, longest=1024, vocab_size=50_000)
-    assert batch.total_tokens == sum(int(sample.loss_mask_T.sum()) for sample in batch.samples) > 0
+    assert batch.trained.tokens == sum(int(sample.loss_mask_T.sum()) for sample in batch.samples) > 0
     micro_batches = pack(rows_of(batch.samples), max_tokens=8192, share_prefixes=True)
     assert sum(len(micro_batch.tokens_P) for micro_batch in micro_batches) == computed
 

@@ -59,9 +59,7 @@ def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
 
 def batch(*rows: TrainSample) -> TrainBatch:
     advantages = tuple(np.zeros(len(one.tokens_T), np.float32) for one in rows)
-    return TrainBatch(
-        batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages, total_tokens=1
-    )
+    return TrainBatch(batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages)
 
 
 def distinct(*rows: TrainSample) -> float:

@@ -194,9 +194,7 @@ async def test_the_loop_ends_with_the_model_of_its_last_step_saved_once(
         written.append(step)
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
-        )
+        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
 
     learner = Learner(
         trainer=FixedSteps([1] * 9), sync=sync, save=save, schedule=SaveSchedule(steps=interval)

@@ -90,9 +90,7 @@ async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_it
     async def save(step: int, snapshot: bytes) -> None: ...
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
-        )
+        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
 
     learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save)
     parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
@@ -112,9 +110,7 @@ async def test_a_batch_is_assembled_beside_the_event_loop() -> None:
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
         assert watched.wait(120), "the event loop stood still while the batch was assembled"
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
-        )
+        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
 
     async def watch() -> None:
         watched.set()
@@ -159,9 +155,7 @@ async def test_checkpoints_come_by_the_schedule_and_last(
         saved.append(step)
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
-        )
+        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
 
     observer = Notes()
     learner = Learner(

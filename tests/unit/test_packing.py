@@ -191,7 +191,6 @@ def batch_of(samples: list[TrainSample]) -> TrainBatch:
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
-        total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
     )
 
 
@@ -223,7 +222,7 @@ def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ra
         assert sorted(ids) == sorted(id(s) for s in whole.samples)
         trained = int(sum(s.loss_mask_T.sum() for s in whole.samples))
         assert trained > 0
-        assert {part.total_tokens for part in parts} == {trained}
+        assert {part.trained.tokens for part in parts} == {trained}
         for part in parts:
             for s, advantages_T in zip(part.samples, part.advantages, strict=True):
                 assert any(
@@ -235,7 +234,7 @@ def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ra
         )
         seen += ids
     assert len(seen) == len(set(seen))
-    assert sum(part.total_tokens for part in alone) == batch.total_tokens
+    assert sum(part.trained.tokens for part in alone) == batch.trained.tokens
 
 
 def test_a_group_is_in_one_mini_batch() -> None:

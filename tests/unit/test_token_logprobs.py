@@ -73,10 +73,15 @@ class Problem:
     weight_VH: torch.Tensor
     grad_N: torch.Tensor
     softcap: float | None = None
+    entropy_weight: float = 0.0
+    """In the loss; 0: the entropies get no gradient."""
 
     @staticmethod
     def random(
-        micro_batch: MicroBatch, dtype: torch.dtype = torch.float32, softcap: float | None = None
+        micro_batch: MicroBatch,
+        dtype: torch.dtype = torch.float32,
+        softcap: float | None = None,
+        entropy_weight: float = 0.0,
     ) -> Problem:
         generator = torch.Generator().manual_seed(1)
         num_rows = len(micro_batch.project_U)
@@ -86,7 +91,14 @@ class Problem:
             weight_VH=torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
             grad_N=torch.randn(len(micro_batch.targets_N), generator=generator),
             softcap=softcap,
+            entropy_weight=entropy_weight,
         )
+
+    def loss(self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+        losses_N = logprobs_N * self.grad_N
+        if self.entropy_weight:
+            losses_N = losses_N + self.entropy_weight * entropy_N * self.grad_N.flip(0)
+        return losses_N.sum()
 
     def measured(self) -> Results:
         return self.shard(slice(None), None)
@@ -103,13 +115,12 @@ class Problem:
             group=group,
             softcap=self.softcap,
         )
-        (logprobs_N * self.grad_N).sum().backward()
-        assert not entropy_N.requires_grad
+        self.loss(logprobs_N, entropy_N).backward()
         assert hidden_UH.grad is not None
         assert weight_VH.grad is not None
         return Results(
             logprobs_N=logprobs_N.detach(),
-            entropy_N=entropy_N,
+            entropy_N=entropy_N.detach(),
             hidden_grad_UH=hidden_UH.grad,
             weight_grad_VH=weight_VH.grad,
         )
@@ -130,9 +141,9 @@ class Problem:
         logits_UV = logits_UV.masked_fill(removed_UV, -torch.inf) / temperature_U[:, None]
         logprobs_NV = logits_UV.log_softmax(1)[torch.from_numpy(micro_batch.projection_N)]
         logprobs_N = logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0]
-        (logprobs_N * self.grad_N).sum().backward()
         probability_NV = logprobs_NV.exp()
         entropy_N = -(probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)).sum(1)
+        self.loss(logprobs_N, entropy_N).backward()
         assert hidden_UH.grad is not None
         assert weight_VH.grad is not None
         return Results(
@@ -151,11 +162,16 @@ def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> No
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["none kept", "half kept"])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.7], ids=["", "entropy"])
 def test_equals_float64(
-    monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, kept_bytes: int
+    monkeypatch: pytest.MonkeyPatch,
+    block_tokens: int,
+    softcap: float | None,
+    kept_bytes: int,
+    entropy_weight: float,
 ) -> None:
     monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
-    problem = Problem.random(awkward_micro_batch(), softcap=softcap)
+    problem = Problem.random(awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight)
     assert_equal(problem.measured(), problem.exact())
 
 
@@ -167,9 +183,8 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> No
     hidden_UH = problem.hidden_UH.requires_grad_()
     weight_VH = problem.weight_VH.requires_grad_()
 
-    def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        logprobs_N, _ = projected_logprobs(hidden_UH, weight_VH, problem.micro_batch, softcap=softcap)
-        return logprobs_N
+    def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return projected_logprobs(hidden_UH, weight_VH, problem.micro_batch, softcap=softcap)
 
     assert torch.autograd.gradcheck(compute, (hidden_UH, weight_VH), fast_mode=True)
 
@@ -289,7 +304,10 @@ def test_a_vocabulary_in_shards_gives_the_numbers_of_the_whole_one(tmp_path: Pat
     """Every rank has the same log-probs; gradients of hidden states add up, those of the weight are rows of
     the whole one's. In one shard a mask removes every token."""
     shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
-    problems = [Problem.random(awkward_micro_batch(), softcap=softcap) for softcap in (None, 3.0)]
+    problems = [
+        Problem.random(awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight)
+        for softcap, entropy_weight in ((None, 0.0), (3.0, 0.0), (None, 0.7))
+    ]
     with torch.multiprocessing.get_context("spawn").Pool(len(shards)) as pool:
         arguments = [(problems, rank, shards, str(tmp_path / "store")) for rank in range(len(shards))]
         results_by_rank = pool.starmap(shard_results, arguments, chunksize=1)

@@ -260,7 +260,7 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert [sample.rollout_id for sample in made.samples] == ["g.0", "g.2", "g.2"]
     assert [row_T.tolist() for row_T in made.advantages] == [[0, -1, -1], [0, 2, 2, 0, 2], [0, 0, 0, 0, 2]]
     assert (made.batch_id, made.version) == (4, 7)
-    assert made.total_tokens == 6
+    assert made.trained.tokens == 6
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
 
 
