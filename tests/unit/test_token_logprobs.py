@@ -172,7 +172,8 @@ def test_equals_float64(
 ) -> None:
     monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
     problem = Problem.random(awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight)
-    assert_equal(problem.measured(), problem.exact())
+    # An entropy's gradient has log p, of up to 19 nats here, in float32.
+    assert_equal(problem.measured(), problem.exact(), atol=3e-5 if entropy_weight else 1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
