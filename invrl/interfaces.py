@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from torch import Tensor
 
+    from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
+
 # ------------------------------------------------------------------ what users write
 
 
@@ -146,6 +148,15 @@ class PolicyLoss(Protocol):
     def __call__(
         self, ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
     ) -> Tensor: ...
+
+
+class Objective(Protocol):
+    """What a training step minimizes, from the trained tokens of one micro-batch. The loss is a scalar that
+    depends on `inputs.current_N` or `inputs.entropy_N`; those of all micro-batches and ranks are added, so a
+    mean is over `inputs.denominators`. The attribute `needs` (`algorithms.objectives.Needs`) says which
+    log-probs it reads besides."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
 # ------------------------------------------------------------------ seams of the loop

@@ -1,28 +1,67 @@
-"""Aggregation: how token losses become one number.
+"""Aggregation: how token losses become one number. It is the weight that each token has in the sum
 
-Denominators are global (over micro-batches and ranks), so the results of micro-batches may simply be added.
+    L = sum_t w_t l_t
+
+Denominators are those of the whole mini-batch, so the sums of micro-batches and ranks may simply be added.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from invrl.algorithms.loss_inputs import Denominators, Rows
 
-def token_mean(losses_N: Tensor, denominator: float) -> Tensor:
-    """The mean over all trained tokens of the mini-batch: [N] -> scalar.
+Aggregation = Callable[[Rows, Denominators, float], Tensor]
+"""The weight [R] of each row's tokens. The last argument is the setting `aggregation_constant`."""
 
-        L = sum_t l_t / D
 
-    D, the denominator, is the mini-batch's global number of trained tokens. Every token has the same weight,
-    however long its rollout is (DAPO, arXiv 2503.14476, section 3.3). With N = 0 the result is 0 and still
-    has a gradient path. Raises ValueError for a denominator below N.
+def token_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
+    """The mean over all trained tokens: w = 1 / tokens.
+
+    Every token has the same weight, however long its rollout is (DAPO, arXiv 2503.14476, section 3.3).
     """
-    num_tokens = losses_N.numel()
-    if num_tokens == 0:
-        return losses_N.sum()
-    if denominator < num_tokens:
-        raise ValueError(f"denominator {denominator} for {num_tokens} tokens of one micro-batch")
-    return losses_N.sum() / denominator
+    return torch.ones_like(rows.tokens_R) / denominators.tokens
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {"token_mean": token_mean}
+def sequence_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
+    """The mean over the rows of each row's mean: w = 1 / (rows x tokens of the row).
+
+    GRPO's (arXiv 2402.03300, eq. 3), with a row for a sequence.
+    """
+    return 1.0 / (denominators.rows * rows.tokens_R)
+
+
+def rollout_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
+    """The mean over the rollouts of each rollout's mean: w = 1 / (rollouts x tokens of the rollout).
+
+    GRPO's too (arXiv 2402.03300, eq. 3). It differs from `sequence_mean` where a rollout has several
+    branches: such a rollout counts once.
+    """
+    return 1.0 / (denominators.rollouts * rows.rollout_tokens_R)
+
+
+def group_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
+    """The mean over the groups of each group's mean: w = 1 / (groups x tokens of the group).
+
+    A task has the same weight, however long its rollouts are. DAPO's eq. 8 (arXiv 2503.14476) is such a mean
+    within the expectation over prompts.
+    """
+    return 1.0 / (denominators.groups * rows.group_tokens_R)
+
+
+def constant(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
+    """The mean over the rollouts of each rollout's sum divided by a constant: w = 1 / (rollouts x constant).
+
+    Dr. GRPO's (arXiv 2503.20783, appendix with the code, where the constant is the generation budget).
+    """
+    return torch.ones_like(rows.tokens_R) / (denominators.rollouts * constant)
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "rollout_mean": rollout_mean,
+    "group_mean": group_mean,
+    "constant": constant,
+}

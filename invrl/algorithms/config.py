@@ -31,6 +31,9 @@ Dr. GRPO's constant) is replaced by token_mean (DAPO's). DAPO's dynamic sampling
 class AlgorithmConfig(Section):
     """The axes: advantage x ratio level x surrogate x off-policy correction x aggregation x KL."""
 
+    objective: str = Field(
+        "rl", description="what a step minimizes: 'rl' (these axes), or module:name of an Objective"
+    )
     algorithm_preset: Literal["", "grpo", "dr_grpo", "dapo"] = Field(
         "", description="a preset of these fields by name; a field that is given takes precedence"
     )
@@ -50,7 +53,14 @@ class AlgorithmConfig(Section):
         "truncated", description="off-policy correction on old/rollout (truncated importance sampling)"
     )
     correction_cap: PositiveFloat = Field(2.0, description="cap of the truncated importance weight")
-    aggregation: Literal["token_mean"] = Field("token_mean", description="how token losses become one number")
+    aggregation: Literal["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"] = Field(
+        "token_mean",
+        description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
+        "groups of each one's own mean; or each rollout's sum over aggregation_constant",
+    )
+    aggregation_constant: NonNegativeFloat = Field(
+        0.0, description="tokens that a rollout's sum is divided by (aggregation constant)"
+    )
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the k3 KL to a frozen reference; 0: none")
     kl_clamp: NonNegativeFloat = Field(
         10.0, description="upper bound of one token's k3 in the loss; 0: no bound"
@@ -69,11 +79,6 @@ class AlgorithmConfig(Section):
         """Whether the current policy of every optimizer step is the old one, so that nothing is computed for
         old."""
         return self.num_minibatches == 1 and self.old_logprobs == "recompute"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the objective has a term of the frozen reference."""
-        return self.kl_coef > 0
 
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""

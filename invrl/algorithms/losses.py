@@ -3,13 +3,13 @@
 There are three policies: *rollout* (the one with which the engine sampled), *old* (the proximal policy) and
 *current* (the one with a gradient). Clipping acts on current/old, the correction on old/rollout:
 
-    loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * min(k3(current_t || reference_t), kl_clamp) ]
+    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * min(k3(current_t || reference_t), kl_clamp) ]
 
     r_t = current_t / old_t         ratios.py
     surrogate                       surrogates.py
     w_t from old_t / rollout_t      corrections.py
     k3                              kl.py
-    1/D sum_t                       aggregation.py; D is the global number of trained tokens
+    a_t                             aggregation.py
     A_t                             advantages.py, computed when the batch is taken
 
 No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), k3 is bounded by
@@ -20,71 +20,32 @@ tokens were split.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
 
 from invrl.algorithms.aggregation import AGGREGATIONS
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.corrections import CORRECTIONS
 from invrl.algorithms.kl import k3
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import CLIP, clipped_tokens, surrogate_function
-from invrl.metrics import Max, Mean, Metric
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossInputs:
-    """The trained tokens of one micro-batch, flat: float32 [N] each, N >= 0. Log-probs are in nats at the
-    sampling temperature."""
-
-    current_N: Tensor
-    """Log-probs under the current policy; the only input with a gradient."""
-    old_N: Tensor | None
-    """Log-probs under the old policy; None: they equal the current ones."""
-    rollout_N: Tensor
-    """Log-probs that the engine returned."""
-    advantages_N: Tensor
-    reference_N: Tensor | None
-    """Log-probs under the frozen reference; required when kl_coef > 0."""
-    entropy_N: Tensor | None
-    """Entropy of the current distribution in nats; only for the metrics."""
-    denominator: float
-    """Trained tokens of the whole mini-batch, over all micro-batches and ranks."""
-    after_update_N: Tensor | None = None
-    """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
-
-    def __post_init__(self) -> None:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                shapes[field.name] = tuple(value.shape)
-        if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
-            raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossOutputs:
-    loss: Tensor
-    """A scalar to call backward on."""
-    metrics: Mapping[str, Metric]
-    """To be merged over micro-batches, ranks and steps."""
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss in the module's docstring.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs and for a denominator below N, PluginError
-    for a surrogate that cannot be loaded.
+    Raises ValueError for kl_coef > 0 without reference log-probs, PluginError for a surrogate that cannot be
+    loaded.
     """
     current_N = inputs.current_N
-    old_N = current_N.detach()
-    if inputs.old_N is not None:
-        old_N = inputs.old_N.detach()
     rollout_N = inputs.rollout_N.detach()
+    if config.old_logprobs == "engine":
+        old_N = rollout_N
+    elif inputs.old_N is not None:
+        old_N = inputs.old_N.detach()
+    else:
+        old_N = current_N.detach()
     advantages_N = inputs.advantages_N
 
     surrogate = surrogate_function(config.policy_loss)
@@ -105,7 +66,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         if kl_N is None:
             raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
         losses_N = losses_N + config.kl_coef * kl_N.clamp(max=kl_bound)
-    loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
+    aggregation = AGGREGATIONS[config.aggregation]
+    weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
+    loss = (inputs.rows.spread(weight_R) * losses_N).sum()
 
     with torch.no_grad():
         gap_N = (old_N - rollout_N).abs()
@@ -129,30 +92,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         if inputs.entropy_N is not None:
             means["entropy"] = inputs.entropy_N
         maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
-        metrics = _metrics(means, maxima)
+        metrics = token_metrics(means, maxima)
         if inputs.after_update_N is not None:
             gaps = gap_N[inputs.after_update_N]
-            spanning = _metrics({"mean": gaps}, {"max": gaps})
+            spanning = token_metrics({"mean": gaps}, {"max": gaps})
             metrics |= {f"logprob_gap_after_update_{name}": metric for name, metric in spanning.items()}
         return LossOutputs(loss=loss, metrics=metrics)
-
-
-def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Means and maxima over the tokens, with one transfer to the host for all of them.
-
-    Maxima are of numbers >= 0, so the maximum of no tokens is 0.
-    """
-    num_tokens = next(iter(means.values())).numel()
-    reduced: list[Tensor] = []
-    for tensor in means.values():
-        reduced.append(tensor.detach().double().sum())
-    for tensor in maxima.values():
-        zero = tensor.new_zeros(1).double()
-        reduced.append(torch.cat([tensor.detach().double(), zero]).max())
-    numbers = torch.stack(reduced).tolist()
-    metrics: dict[str, Metric] = {}
-    for name, total in zip(means, numbers[: len(means)], strict=True):
-        metrics[name] = Mean(total, num_tokens)
-    for name, maximum in zip(maxima, numbers[len(means) :], strict=True):
-        metrics[name] = Max(maximum)
-    return metrics

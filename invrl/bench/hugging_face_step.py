@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.losses import LossInputs, policy_loss
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.losses import policy_loss
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.types import TrainBatch
@@ -34,8 +35,8 @@ class PaddedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch:
     micro_batches: tuple[PaddedRows, ...]
-    denominator: float
-    """Trained tokens of the whole batch."""
+    denominators: Denominators
+    """Of the whole batch."""
 
 
 class HuggingFaceStep:
@@ -60,13 +61,13 @@ class HuggingFaceStep:
         """One step. Returns the gradient's norm."""
         self._optimizer.zero_grad(set_to_none=True)
         for rows in batch.micro_batches:
-            self._backward(rows, batch.denominator)
+            self._backward(rows, batch.denominators)
         bound = self._train.clip_grad or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), bound)
         self._optimizer.step()
         return float(norm)
 
-    def _backward(self, rows: PaddedRows, denominator: float) -> None:
+    def _backward(self, rows: PaddedRows, denominators: Denominators) -> None:
         first = int(rows.trained_BT.any(0).nonzero()[0])
         keep = torch.arange(first - 1, rows.ids_BT.shape[1] - 1, device=device.device())
         with self._autocast():
@@ -81,7 +82,8 @@ class HuggingFaceStep:
             advantages_N=rows.advantages_N,
             reference_N=None,
             entropy_N=None,
-            denominator=denominator,
+            rows=Rows.each_a_rollout(rows.trained_BT.nonzero()[:, 0]),
+            denominators=denominators,
         )
         policy_loss(inputs, self._algorithm).loss.backward()
 
@@ -107,7 +109,7 @@ def pad_batch(batch: TrainBatch, *, tokens: int, sorted_by_length: bool) -> Padd
         micro_batches[-1].append(row)
     return PaddedBatch(
         micro_batches=tuple(_pad(batch, micro_batch) for micro_batch in micro_batches),
-        denominator=float(batch.trained.tokens),
+        denominators=Denominators.of(batch.trained),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from invrl.algorithms.objectives import is_built_in, needs_of
 from invrl.errors import ConfigError
 from invrl.train.activations import recomputed_modules
 from invrl.weights.config import WeightSyncConfig
@@ -124,10 +125,17 @@ def _batch(config: Config) -> Contradictions:
     if 0 < algorithm.dual_clip <= 1:
         reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
         yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
+    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
+        reason = "the aggregation `constant` divides by it"
+        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
-    if config.model.reference_model_path and not algorithm.needs_reference:
+    if (
+        config.model.reference_model_path
+        and is_built_in(algorithm.objective)
+        and not needs_of(algorithm).reference
+    ):
         reason = "kl_coef is 0, so no reference is computed"
         yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
     if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):

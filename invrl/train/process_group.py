@@ -6,13 +6,14 @@ Imported after `device.prepare()`.
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore
 
+from invrl.algorithms.row_table import RowTable
 from invrl.host.rendezvous import (
     interface_towards,
     join_store,
@@ -43,6 +44,16 @@ def _largest(value: float, group: Any) -> float:
     values = torch.tensor(value, dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return float(values)
+
+
+def gather_rows(own: RowTable) -> tuple[RowTable, int]:
+    """The rows of all data-parallel ranks, in the order of the ranks, and where this rank's own begin. These
+    ranks call it together."""
+    group = cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
+    tables: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(tables, own, group=group)
+    before = tables[: group.rank()]
+    return RowTable.joined(tables), sum(len(table.group_ids) for table in before)
 
 
 def join_process_group(settings: RankSettings, port: int, listener: socket.socket | None) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from invrl.algorithms.objectives import needs_of
 from invrl.file_entry import FileEntries
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Max, Metric
@@ -81,7 +82,7 @@ class TrainRank:
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
-            has_reference=settings.algorithm.needs_reference,
+            has_reference=needs_of(settings.algorithm).reference,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -116,7 +117,7 @@ class TrainRank:
             for chunk in chunks:
                 chunk.routing = routing
         reference = None
-        if settings.algorithm.needs_reference:
+        if needs_of(settings.algorithm).reference:
             reference = FrozenReference(
                 chunks,
                 self._config,

@@ -3,17 +3,18 @@
 Micro-batches go through the chunks of the model in Megatron's schedule, whatever the layout. Every rank of a
 replica packs the same micro-batches; only the last pipeline stage has log-probs, losses and their metrics.
 
-There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
-model before the batch's first optimizer step, or the engine's), and *current*. In the first optimizer step of
-a batch old and current are the same numbers, so no forward pass is spent on old there. Old and reference
-log-probs are computed in the micro-batches that are then trained, each in one pass over all mini-batches.
+There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (this model before the
+batch's first optimizer step), and *current*. In the first optimizer step of a batch old and current are the
+same numbers, so no forward pass is spent on old there. Old and reference log-probs are computed if the
+objective needs them, in the micro-batches that are then trained, each in one pass over all mini-batches. An
+objective that compares rows costs one more forward pass per mini-batch (`row_table.py`).
 Imported after `device.prepare()`.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -29,9 +30,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.losses import LossInputs, policy_loss
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.objectives import check_outputs, coupling_of, needs_of, objective_of
+from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
-from invrl.interfaces import StepResult
+from invrl.interfaces import Objective, StepResult
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
@@ -42,7 +45,7 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.process_group import any_rank, largest_of_expert_ranks
+from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
@@ -100,12 +103,16 @@ class TrainStep:
     """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
+    _objective: Objective = field(init=False)
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
     _loss_seconds: float = field(default=0.0, init=False)
     """Spent on the losses of the mini-batch."""
     _nonfinite_in_a_row: int = field(default=0, init=False)
     """Steps since the last one that was finite."""
+
+    def __post_init__(self) -> None:
+        self._objective = objective_of(self.algorithm)
 
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch.
@@ -128,9 +135,10 @@ class TrainStep:
         for mini_batch, packed_rows, old, reference in zip(
             shard, packed, old_by_step, reference_by_step, strict=True
         ):
+            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
                 work = [
-                    _loss_work(mini_batch, micro_batch, old, reference)
+                    _loss_work(mini_batch, micro_batch, old, reference, numbers)
                     for micro_batch in packed_rows.micro_batches
                 ]
             with _timed(seconds, "forward_backward"):
@@ -249,14 +257,13 @@ class TrainStep:
         self, shard: Shard, packed: list[_Packed], seconds: dict[str, float]
     ) -> Sequence[_SampleLogprobs | None]:
         """Log-probs under the old policy, per mini-batch, computed before the first optimizer step changes
-        the model. None for the first mini-batch, where they equal the current ones.
+        the model. None for the first mini-batch, where they equal the current ones, and where the objective
+        does not need them.
 
         With routing replay of the trainer, the micro-batches of `packed` get the experts that this pass
         chooses.
         """
-        if self.algorithm.old_logprobs == "engine":
-            return [[sample.rollout_logprobs_T for sample in mini_batch.samples] for mini_batch in shard]
-        if len(shard) < 2:
+        if len(shard) < 2 or not needs_of(self.algorithm).old:
             return [None] * len(shard)
         with _timed(seconds, "old_logprobs"):
             if self.routing is None or self.train.routing_replay != "trainer":
@@ -282,6 +289,28 @@ class TrainStep:
             unrouted.append(_Packed(part.rows, micro_batches))
         with _timed(seconds, "reference"), self.reference.in_place():
             return [*self._forward(unrouted)]
+
+    def _row_numbers(
+        self,
+        mini_batch: TrainBatch,
+        packed: _Packed,
+        reference: _SampleLogprobs | None,
+        seconds: dict[str, float],
+    ) -> list[Mapping[str, float]]:
+        """The numbers of each sample: its own, and those that the objective gives a row because of other
+        rows."""
+        numbers = [sample.numbers for sample in mini_batch.samples]
+        if not needs_of(self.algorithm).row_table:
+            return numbers
+        with _timed(seconds, "row_table"):
+            [current] = self._forward([packed])
+            indices = [index for index, sample in enumerate(mini_batch.samples) if sample.loss_mask_T.any()]
+            table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
+            coupled = coupling_of(self.algorithm.objective, self._objective)(table)
+            for place, index in enumerate(indices, start=first):
+                of_row = {name: float(values_M[place]) for name, values_M in coupled.items()}
+                numbers[index] = {**numbers[index], **of_row}
+        return numbers
 
     def _routing_metrics(self, packed: Sequence[_Packed]) -> dict[str, Metric]:
         if self.routing is None:
@@ -348,7 +377,8 @@ class TrainStep:
                 torch.cuda.synchronize()  # the forward pass is not the loss's time
             started = time.monotonic()
             inputs = item.loss_inputs(current_N=current_N, entropy_N=entropy_N)
-            outputs = policy_loss(inputs, self.algorithm)
+            outputs = self._objective(inputs)
+            check_outputs(self.algorithm.objective, outputs)
             value = float(outputs.loss.detach())
             self._loss_seconds += time.monotonic() - started
             if not math.isfinite(value):
@@ -382,12 +412,35 @@ def _loss_work(
     micro_batch: MicroBatch,
     old: _SampleLogprobs | None,
     reference: _SampleLogprobs | None,
+    numbers: Sequence[Mapping[str, float]],
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
+    samples = mini_batch.samples
 
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
 
+    def of_rows(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.float32, device=device.device())
+
+    trained = mini_batch.trained
+    row_indices = [index for index, wanted_N in micro_batch.rows if len(wanted_N)]
+    row_samples = [samples[index] for index in row_indices]
+    tokens_of_row = [len(wanted_N) for _, wanted_N in micro_batch.rows if len(wanted_N)]
+    rows = Rows(
+        row_N=torch.arange(len(row_indices))
+        .repeat_interleave(torch.tensor(tokens_of_row, dtype=torch.int64))
+        .to(device.device()),
+        tokens_R=of_rows(tokens_of_row),
+        rollout_tokens_R=of_rows(trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples),
+        group_tokens_R=of_rows(trained.tokens_of_group[sample.group_id] for sample in row_samples),
+    )
+    columns: dict[str, torch.Tensor] = {}
+    for name in _common_names([sample.columns for sample in samples]):
+        columns[name] = pick([sample.columns[name] for sample in samples])
+    row_numbers: dict[str, torch.Tensor] = {}
+    for name in _common_names([numbers[index] for index in row_indices]):
+        row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
     after_update = [sampled_after_update(sample, mini_batch.version) for sample in mini_batch.samples]
     after_update_N = None
     if any(after_update_T.any() for after_update_T in after_update):
@@ -398,10 +451,46 @@ def _loss_work(
         advantages_N=pick(mini_batch.advantages),
         old_N=None if old is None else pick(old),
         reference_N=None if reference is None else pick(reference),
-        denominator=float(mini_batch.trained.tokens),
+        rows=rows,
+        denominators=Denominators.of(trained),
+        columns=columns,
+        numbers=row_numbers,
         after_update_N=after_update_N,
     )
     return _LossWork(micro_batch, loss_inputs)
+
+
+def _common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names that are in all of them."""
+    if not mappings:
+        return []
+    first, *others = mappings
+    return [name for name in first if all(name in other for other in others)]
+
+
+def _row_table(
+    mini_batch: TrainBatch,
+    indices: Sequence[int],
+    current: _SampleLogprobs,
+    reference: _SampleLogprobs | None,
+) -> RowTable:
+    """Of the samples with these indices, all of which have a trained token."""
+    samples = [mini_batch.samples[index] for index in indices]
+
+    def sums(arrays: _SampleLogprobs) -> NDArray[np.float64]:
+        """Over the trained tokens; the arrays are 0 elsewhere."""
+        return np.array([arrays[index].sum(dtype=np.float64) for index in indices], np.float64)
+
+    return RowTable(
+        group_ids=tuple(sample.group_id for sample in samples),
+        tokens_M=np.array([sample.loss_mask_T.sum() for sample in samples], np.float64),
+        current_M=sums(current),
+        reference_M=None if reference is None else sums(reference),
+        numbers={
+            name: np.array([sample.numbers[name] for sample in samples], np.float64)
+            for name in _common_names([sample.numbers for sample in samples])
+        },
+    )
 
 
 def _work_amounts(shard: Shard, packed: Sequence[_Packed], seconds: float) -> dict[str, Metric]:

@@ -42,10 +42,15 @@ class Reference:
     def logprobs(self, sample: TrainSample) -> torch.Tensor:
         """Of the trained tokens [N], under the sample's temperature; with gradient."""
         tokens_T = torch.from_numpy(sample.tokens_T.astype(np.int64))
-        with _float64_everywhere():
-            logits_TV = self.model(tokens_T[None]).logits[0, :-1] / sample.temperature
-        picked_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+        logprobs_TV = self.distributions(tokens_T, sample.temperature)
+        picked_T = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]
         return picked_T[torch.from_numpy(sample.loss_mask_T[1:])]
+
+    def distributions(self, tokens_T: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probs [T-1, vocabulary] of what comes after each token but the last; with gradient."""
+        with _float64_everywhere():
+            logits_TV = self.model(tokens_T[None]).logits[0, :-1] / temperature
+        return logits_TV.log_softmax(-1)
 
     def frozen_logprobs(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -88,6 +93,15 @@ class Reference:
                     divergence = torch.clip(divergence, max=algorithm.kl_clamp)
                 loss = loss + algorithm.kl_coef * divergence.sum()
             (loss / tokens).backward()
+        return self._collected()
+
+    def gradients_of(self, loss: torch.Tensor) -> Tensors:
+        """Of a loss that was computed with this model."""
+        self.model.zero_grad()
+        loss.backward()
+        return self._collected()
+
+    def _collected(self) -> Tensors:
         return {
             part_name: part
             for name, parameter in self.model.named_parameters()

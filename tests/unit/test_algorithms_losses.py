@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import PRESETS, AlgorithmConfig
-from invrl.algorithms.losses import LossInputs, LossOutputs, policy_loss
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
+from invrl.algorithms.losses import policy_loss
 from invrl.metrics import merge, resolve
 
 TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20
@@ -71,7 +73,8 @@ def run(tokens: list[Token], config: AlgorithmConfig, denominator: float) -> tup
             advantages_N=column("advantage"),
             reference_N=column("reference"),
             entropy_N=None,
-            denominator=denominator,
+            rows=one_row(len(tokens)),
+            denominators=tokens_alone(denominator),
         ),
         config,
     )
@@ -330,7 +333,8 @@ def test_entropy_is_reported_and_does_not_change_the_loss() -> None:
         advantages_N=torch.ones(3),
         reference_N=None,
         entropy_N=torch.tensor([1.0, 2.0, 3.0]),
-        denominator=3.0,
+        rows=one_row(3),
+        denominators=tokens_alone(3.0),
     )
     outputs = policy_loss(inputs, AlgorithmConfig())
     assert outputs.loss.item() == -1.0
@@ -348,7 +352,8 @@ def test_no_gradient_reaches_old_rollout_or_reference() -> None:
         advantages_N=torch.ones(2),
         reference_N=reference_N,
         entropy_N=None,
-        denominator=2.0,
+        rows=one_row(2),
+        denominators=tokens_alone(2.0),
     )
     policy_loss(inputs, AlgorithmConfig(kl_coef=1.0)).loss.backward()
     assert current_N.grad is not None
@@ -367,7 +372,8 @@ def test_wrong_inputs_are_refused() -> None:
             advantages_N=zero,
             reference_N=None,
             entropy_N=None,
-            denominator=2.0,
+            rows=one_row(3),
+            denominators=tokens_alone(3.0),
         )
     inputs = LossInputs(
         current_N=zero,
@@ -376,10 +382,15 @@ def test_wrong_inputs_are_refused() -> None:
         advantages_N=zero,
         reference_N=None,
         entropy_N=None,
-        denominator=1.0,
+        rows=one_row(2),
+        denominators=tokens_alone(2.0),
     )
     with pytest.raises(ValueError, match="denominator"):
-        policy_loss(inputs, AlgorithmConfig())
+        replace(inputs, denominators=tokens_alone(1.0))
+    with pytest.raises(ValueError, match="one shape"):
+        replace(inputs, columns={"score": torch.zeros(3)})
+    with pytest.raises(ValueError, match="one shape"):
+        replace(inputs, rows=one_row(3))
     with pytest.raises(ValueError, match="no reference"):
         policy_loss(inputs, AlgorithmConfig(kl_coef=0.1))
 
@@ -400,7 +411,8 @@ def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
         advantages_N=torch.ones(1),
         reference_N=None,
         entropy_N=None,
-        denominator=1.0,
+        rows=one_row(1),
+        denominators=tokens_alone(1.0),
     )
     assert policy_loss(
         inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")

@@ -70,7 +70,7 @@ def test_a_plain_step_pads_every_row_once(sorted_by_length: bool) -> None:
         assert len(rows.rollout_N) == int(rows.trained_BT.sum())
     expected = [len(sample.tokens_T) for sample in batch.samples]
     assert row_lengths == (sorted(expected) if sorted_by_length else expected)
-    assert padded.denominator == sum(int(rows.trained_BT.sum()) for rows in padded.micro_batches)
+    assert padded.denominators.tokens == sum(int(rows.trained_BT.sum()) for rows in padded.micro_batches)
 
 
 def test_the_objective_is_what_is_neither_model_nor_optimizer() -> None:

@@ -1,8 +1,10 @@
 import numpy as np
 import torch
+from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.losses import LossInputs, policy_loss
+from invrl.algorithms.loss_inputs import LossInputs
+from invrl.algorithms.losses import policy_loss
 from invrl.metrics import resolve
 from invrl.train.spanning_turns import sampled_after_update
 from invrl.types import TrainSample, WeightVersion
@@ -47,7 +49,8 @@ def gap_metrics(after_update: list[bool] | None) -> dict[str, float]:
         advantages_N=torch.ones(3),
         reference_N=None,
         entropy_N=None,
-        denominator=3.0,
+        rows=one_row(3),
+        denominators=tokens_alone(3.0),
         after_update_N=None if after_update is None else torch.tensor(after_update),
     )
     return resolve(policy_loss(inputs, AlgorithmConfig()).metrics)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from invrl.algorithms.objectives import needs_of
 from invrl.cli.checks.doubts import Doubt, LikelyFailure
 from invrl.cli.checks.machine import Machine, installed_version
 from invrl.cli.checks.settings_checks import longest_conversation
@@ -235,7 +236,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            has_reference=config.algorithm.needs_reference,
+            has_reference=needs_of(config.algorithm).reference,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
             copies_checkpoints=config.run.async_checkpoints,

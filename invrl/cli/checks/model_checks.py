@@ -4,6 +4,7 @@
 
 from pathlib import Path
 
+from invrl.algorithms.objectives import needs_of
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
@@ -51,8 +52,8 @@ def check_reference(config: Config) -> str:
 
     field = "model.reference_model_path"
     given = config.model.reference_model_path
-    if not config.algorithm.needs_reference:
-        return "none: kl_coef is 0"
+    if not needs_of(config.algorithm).reference:
+        return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
     folder = config.model.reference_folder

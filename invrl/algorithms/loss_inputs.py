@@ -1,0 +1,135 @@
+"""What a loss is computed from: the trained tokens of one micro-batch, the rows that they belong to, and the
+denominators of the whole mini-batch.
+
+Axes: N tokens, R rows. A row is a branch of a rollout. Invariant: all trained tokens of a row are in one
+micro-batch, on every context-parallel rank, so a sum over a row is whole wherever it is computed. A rollout
+may have several rows, in several micro-batches and on several ranks; what is known of the whole rollout comes
+with its rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from invrl.metrics import Max, Mean, Metric
+from invrl.types import TrainedCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Denominators:
+    """What a mini-batch trains, over all micro-batches and ranks. Without what has no trained token."""
+
+    tokens: float
+    rows: float
+    rollouts: float
+    groups: float
+
+    @staticmethod
+    def of(trained: TrainedCounts) -> "Denominators":
+        return Denominators(
+            tokens=trained.tokens, rows=trained.rows, rollouts=trained.rollouts, groups=trained.groups
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The rows of a micro-batch, and to which of them each token belongs."""
+
+    row_N: Tensor
+    """int64 [N]: index of the token's row, 0 to R - 1, ascending."""
+    tokens_R: Tensor
+    """float32 [R]: trained tokens of the row, at least 1."""
+    rollout_tokens_R: Tensor
+    """float32 [R]: trained tokens of the row's rollout, over all its rows."""
+    group_tokens_R: Tensor
+    """float32 [R]: trained tokens of the row's group."""
+
+    @staticmethod
+    def each_a_rollout(row_N: Tensor) -> "Rows":
+        """Rows that are a rollout and a group each. `row_N`: as the field; every row has a token."""
+        num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
+        tokens_R = torch.bincount(row_N, minlength=num_rows).float()
+        return Rows(row_N=row_N, tokens_R=tokens_R, rollout_tokens_R=tokens_R, group_tokens_R=tokens_R)
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """Over the tokens of each row: [N] -> [R]."""
+        zeros_R = torch.zeros_like(self.tokens_R, dtype=values_N.dtype)
+        return zeros_R.index_add(0, self.row_N, values_N)
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """Over the tokens of each row: [N] -> [R]."""
+        return self.sum(values_N) / self.tokens_R
+
+    def spread(self, values_R: Tensor) -> Tensor:
+        """The value of each token's row: [R] -> [N]."""
+        return values_R[self.row_N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """The trained tokens of one micro-batch, flat, row by row: float32 [N] each, N >= 0. Log-probs are in
+    nats at the sampling temperature."""
+
+    current_N: Tensor
+    """Log-probs under the current policy, with their gradient."""
+    entropy_N: Tensor | None
+    """Entropy of the current distribution in nats, with its gradient."""
+    rows: Rows
+    denominators: Denominators
+    old_N: Tensor | None
+    """Log-probs under the old policy; None: they equal the current ones."""
+    rollout_N: Tensor
+    """Log-probs that the engine returned."""
+    advantages_N: Tensor
+    reference_N: Tensor | None
+    """Log-probs under the frozen reference; None: the objective does not need them."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """More numbers of each token, by name: those of `TrainSample.columns`."""
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    """More numbers of each row, by name, float32 [R] each: those of `TrainSample.numbers`."""
+    after_update_N: Tensor | None = None
+    """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
+
+    def __post_init__(self) -> None:
+        shapes: dict[str, tuple[int, ...]] = {"row_N": tuple(self.rows.row_N.shape)}
+        for member in fields(self):
+            value = getattr(self, member.name)
+            if isinstance(value, Tensor):
+                shapes[member.name] = tuple(value.shape)
+        shapes |= {name: tuple(column.shape) for name, column in self.columns.items()}
+        if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
+            raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
+        if self.current_N.numel() > self.denominators.tokens:
+            held = f"{self.current_N.numel()} tokens of one micro-batch"
+            raise ValueError(f"denominator {self.denominators.tokens} for {held}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossOutputs:
+    loss: Tensor
+    """A scalar to call backward on. Those of all micro-batches and ranks are added."""
+    metrics: Mapping[str, Metric]
+    """To be merged over micro-batches, ranks and steps."""
+
+
+def token_metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """Means and maxima over the tokens, [N] each, with one transfer to the host for all of them.
+
+    Maxima are of numbers >= 0, so the maximum of no tokens is 0.
+    """
+    num_tokens = next(iter(means.values())).numel()
+    reduced: list[Tensor] = []
+    for tensor in means.values():
+        reduced.append(tensor.detach().double().sum())
+    for tensor in maxima.values():
+        zero = tensor.new_zeros(1).double()
+        reduced.append(torch.cat([tensor.detach().double(), zero]).max())
+    numbers = torch.stack(reduced).tolist()
+    metrics: dict[str, Metric] = {}
+    for name, total in zip(means, numbers[: len(means)], strict=True):
+        metrics[name] = Mean(total, num_tokens)
+    for name, maximum in zip(maxima, numbers[len(means) :], strict=True):
+        metrics[name] = Max(maximum)
+    return metrics

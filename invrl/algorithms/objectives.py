@@ -1,0 +1,98 @@
+"""Objectives by name: what a training step minimizes, and what it must compute for that.
+
+An objective is a function of the trained tokens of one micro-batch (`LossInputs`) that returns a loss and
+metrics. `Needs` says which of its inputs cost a pass of a model; the step computes those and no others. The
+driver asks for the needs before anything starts, so torch is imported only where an objective is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from invrl.errors import PluginError
+from invrl.interfaces import Objective
+from invrl.plugins import load_plugin
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from invrl.algorithms.config import AlgorithmConfig
+    from invrl.algorithms.row_table import RowTable
+
+Coupling = Callable[["RowTable"], Mapping[str, "NDArray[np.float64]"]]
+"""From all rows of a mini-batch to more numbers for each of them, [M] by name."""
+
+POLICY_GRADIENT = "rl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What an objective reads that costs a pass of a model.
+
+    A user's objective has them as its attribute `needs`; one without that attribute needs nothing.
+    """
+
+    old: bool = False
+    """Log-probs under the policy before the batch's first optimizer step."""
+    reference: bool = False
+    """Log-probs under the frozen reference."""
+    row_table: bool = False
+    """The sums of all rows of a mini-batch under the current policy (`row_table.py`). The objective then has
+    a method `couple`."""
+
+
+def is_built_in(name: str) -> bool:
+    return name == POLICY_GRADIENT
+
+
+def needs_of(config: AlgorithmConfig) -> Needs:
+    """Raises PluginError for a user's objective that cannot be loaded, or whose needs are something else."""
+    if config.objective == POLICY_GRADIENT:
+        return Needs(old=config.old_logprobs == "recompute", reference=config.kl_coef > 0)
+    return _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
+
+
+def objective_of(config: AlgorithmConfig) -> Objective:
+    """The built-in of that name with these settings, or the user's function at `module:name`. Raises
+    PluginError."""
+    if config.objective != POLICY_GRADIENT:
+        return load_plugin(config.objective, "objective", Objective)
+    from invrl.algorithms.losses import policy_loss
+
+    return partial(policy_loss, config=config)
+
+
+def coupling_of(name: str, objective: Objective) -> Coupling:
+    """The method with which the objective compares rows. Raises PluginError without one."""
+    couple = getattr(objective, "couple", None)
+    if callable(couple):
+        return cast(Coupling, couple)
+    reason = "its needs name the row table, but it has no method `couple`"
+    raise PluginError("objective", name, reason, "add couple(table: RowTable) -> dict of arrays [M]")
+
+
+def check_outputs(name: str, outputs: object) -> None:
+    """Raises PluginError unless a user's objective returned a loss that can be trained."""
+    fix = "return LossOutputs(loss=a scalar computed from inputs.current_N, metrics={...})"
+    loss = getattr(outputs, "loss", None)
+    if not hasattr(outputs, "metrics") or loss is None:
+        raise PluginError("objective", name, f"it returned {type(outputs).__name__}, not LossOutputs", fix)
+    if getattr(loss, "dim", lambda: 1)() != 0:
+        found = f"a tensor of shape {list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise PluginError("objective", name, f"its loss is {found}, not a scalar tensor", fix)
+    if not loss.requires_grad:
+        raise PluginError("objective", name, "its loss does not depend on the model: it has no gradient", fix)
+
+
+def _declared_needs(name: str, objective: Objective) -> Needs:
+    needs = getattr(objective, "needs", Needs())
+    if not isinstance(needs, Needs):
+        reason = f"its attribute `needs` is {needs!r}"
+        raise PluginError("objective", name, reason, "write it as Needs(old=..., reference=...)")
+    if needs.row_table:
+        coupling_of(name, objective)
+    return needs

@@ -1,0 +1,51 @@
+"""All rows of a mini-batch with one number each, for objectives that compare rows with each other.
+
+A pair's loss depends on two rows, which may be in different micro-batches or on different ranks. So such an
+objective works in two passes: the step computes every row's log-prob sum without a gradient, the objective's
+`couple` turns the table of all rows into numbers per row (such as the slope of the loss with respect to that
+row's sum), and in the pass with a gradient each row needs only its own numbers. At the current weights the
+gradient is the same. Pure NumPy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowTable:
+    """Axis M: the rows of a mini-batch that have a trained token, over all ranks. float64 [M] each, except
+    for the ids."""
+
+    group_ids: tuple[str, ...]
+    tokens_M: NDArray[np.float64]
+    """Trained tokens."""
+    current_M: NDArray[np.float64]
+    """Sum of the trained tokens' log-probs under the current policy, in nats."""
+    reference_M: NDArray[np.float64] | None
+    """The same under the frozen reference; None: the objective does not need it."""
+    numbers: Mapping[str, NDArray[np.float64]]
+    """Those of `TrainSample.numbers` that all rows have."""
+
+    @staticmethod
+    def joined(tables: Sequence["RowTable"]) -> "RowTable":
+        """One after the other, as from several ranks; those without rows may lack the reference and numbers.
+        Raises ValueError without a table."""
+        first = max(tables, key=lambda table: len(table.group_ids))
+        filled = [table for table in tables if table.group_ids] or [first]
+        reference_M = None
+        if first.reference_M is not None:
+            reference_M = np.concatenate(
+                [table.reference_M for table in filled if table.reference_M is not None]
+            )
+        return RowTable(
+            group_ids=tuple(group_id for table in filled for group_id in table.group_ids),
+            tokens_M=np.concatenate([table.tokens_M for table in filled]),
+            current_M=np.concatenate([table.current_M for table in filled]),
+            reference_M=reference_M,
+            numbers={
+                name: np.concatenate([table.numbers[name] for table in filled]) for name in first.numbers
+            },
+        )
