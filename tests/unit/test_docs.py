@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.errors import SessionError
@@ -248,6 +250,46 @@ def test_the_examples_of_a_loss_load_and_compute() -> None:
     ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
     assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
     assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]
+
+
+def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
+    """A rollout of two rows, in one call and in two."""
+    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/objective.md"]
+    module: dict[str, Any] = {}
+    exec(compile(snippet.text, snippet.place, "exec"), module)
+    objective = module["towards_the_reference"]
+    assert objective.needs.reference
+    row_N = torch.tensor([0, 0, 1])
+    current_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    entropy_N = torch.tensor([0.5, 0.25, 1.0], requires_grad=True)
+    reference_N = torch.tensor([-1.5, -2.0, -1.0])
+
+    def call(tokens: slice) -> torch.Tensor:
+        rows_of_part = row_N[tokens] - row_N[tokens][0]
+        tokens_R = torch.bincount(rows_of_part).float()
+        rows = Rows(
+            row_N=rows_of_part,
+            tokens_R=tokens_R,
+            rollout_tokens_R=torch.full_like(tokens_R, 3.0),
+            group_tokens_R=torch.full_like(tokens_R, 3.0),
+        )
+        inputs = LossInputs(
+            current_N=current_N[tokens],
+            entropy_N=entropy_N[tokens],
+            rows=rows,
+            denominators=Denominators(tokens=3, rows=2, rollouts=1, groups=1),
+            old_N=None,
+            rollout_N=torch.zeros_like(reference_N[tokens]),
+            advantages_N=torch.zeros_like(reference_N[tokens]),
+            reference_N=reference_N[tokens],
+        )
+        outputs = objective(inputs)
+        check_outputs("towards_the_reference", outputs)
+        return outputs.loss
+
+    expected = (0.25 + 4.0 - 0.01 * 1.75) / 3
+    assert call(slice(None)).item() == pytest.approx(expected)
+    assert (call(slice(0, 2)) + call(slice(2, 3))).item() == pytest.approx(expected)
 
 
 def test_data_parses() -> None:

@@ -102,13 +102,16 @@ def check_tasks(config: Config) -> object:
 
 
 def check_algorithm(config: Config) -> None:
-    """Advantage, policy loss and group filter: built in, or functions that can be called as such."""
+    """Advantage, policy loss, objective and group filter: built in, or functions that can be called as
+    such."""
     from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.objectives import needs_of
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.group_filters import group_filter_function
 
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
+    needs_of(config.algorithm)
     group_filter_function(config.buffer.group_filter)
 
 
