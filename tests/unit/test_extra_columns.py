@@ -25,7 +25,8 @@ from test_training_samples import branches, forests, rollout, summary, taken, tu
 
 from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
-from invrl.errors import PluginError
+from invrl.cli.flags import parse_flags
+from invrl.errors import ConfigError, PluginError
 from invrl.extra_columns import MAX_COLUMNS, MAX_NUMBER, ExtraColumn, ExtraNumbers, parse_extra_columns
 from invrl.gateway.config import GatewayConfig
 from invrl.gateway.rendering.renderer import Renderer
@@ -33,7 +34,9 @@ from invrl.interfaces import RolloutResult
 from invrl.reasons import FailureReason
 from invrl.rollout.rewards import Rejected, valid_numbers
 from invrl.rollout.worker_actor import Assignment
+from invrl.run.config import resolve
 from invrl.run.store_check import check_store
+from invrl.run.train_on_saved_batches import _refuse_missing_columns
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -128,6 +131,27 @@ def test_a_wrong_declaration_says_what_is_wrong(entries: Sequence[str], reason: 
         parse_extra_columns(entries)
     with pytest.raises(ValueError, match=reason):
         GatewayConfig(extra_columns=tuple(entries))
+
+
+def test_the_flag_takes_several_and_a_wrong_one_is_refused_before_the_run() -> None:
+    config = resolve(*parse_flags(["--extra-columns", "a:token", "b:rollout=1", "--seed", "3"]))
+    assert config.gateway.extra_columns == ("a:token", "b:rollout=1")
+    with pytest.raises(ConfigError, match="invrl computes a column 'rewards'") as refused:
+        resolve(*parse_flags(["--extra-columns", "rewards:turn"]))
+    assert refused.value.field == "gateway.extra_columns"
+
+
+def test_saved_batches_without_a_declared_column_are_refused() -> None:
+    made = replace(rollout([turn("a", None, [1], [2])]), summary=summary("g.0"))
+    group = Group(id="g", task_id="t", rollouts_G=(made.summary,))
+    batch = TakenBatch(batch_id=3, version=WeightVersion(0), groups=(group,))
+    with_columns = build_batch(batch, [made], dr_grpo, 1e-4, extra_columns=COLUMNS.values())
+    declaring = resolve(*parse_flags(["--extra-columns", *DECLARED]))
+    _refuse_missing_columns(with_columns, declaring)
+    without = build_batch(batch, [made], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]])
+    _refuse_missing_columns(without, resolve(*parse_flags([])))
+    with pytest.raises(ConfigError, match=r"batch 3 .* have no column 'process_reward' \(weight\)"):
+        _refuse_missing_columns(without, declaring)
 
 
 # ------------------------------------------------------------------ over HTTP, to the rows and to a file
