@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
+from invrl.train.micro_batch import rows_of as micro_batch_rows
+from invrl.train.packing import pack
+from invrl.train.sharding import shard_batch
+from invrl.train.step import _loss_work
 from invrl.types import (
     FailedRollout,
     Group,
@@ -592,6 +596,46 @@ def test_a_number_that_was_given_at_another_level_does_not_count() -> None:
     )
     [row] = rows_of(made)
     assert (trained(row, "weight"), row.numbers) == ([1.0], {"score": 0.0})
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(share_prefixes: bool) -> None:
+    """Token n has the process reward n/10, its turn the weight of its first token, its rollout its index."""
+    members: list[RolloutSummary] = []
+    rollouts: list[Rollout] = []
+    for index in range(6):
+        base = 10 * index
+        a = turn(f"a{index}", None, [base + 1, base + 2], [base + 3, base + 4])
+        b = turn(f"b{index}", f"a{index}", [base + 5], [base + 6])
+        c = turn(f"c{index}", f"a{index}", [base + 7], [base + 8, base + 9])
+        weights = {one.id: {"weight": float(one.sampled_ids_T[0])} for one in (a, b, c)}
+        of = replace(summary(f"g.{index}", f"g{index // 2}", index % 2, float(index)), turn_numbers=weights)
+        members.append(replace(of, numbers={"score": float(index)}))
+        rewards = {one.id: {"process_reward": np.float32(one.sampled_ids_T / 10)} for one in (a, b, c)}
+        rollouts.append(replace(rollout([a, b], [a, c], of=members[-1]), token_numbers=rewards))
+    groups = tuple(
+        Group(id=f"g{n}", task_id="t", rollouts_G=tuple(members[2 * n : 2 * n + 2])) for n in range(3)
+    )
+    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=groups)
+    made = build_batch(batch, rollouts, dr_grpo, 1e-4, extra_columns=COLUMNS.values())
+    seen: list[int] = []
+    for shares in shard_batch(made, steps=2, ranks=2):
+        for share in shares:
+            numbers = [sample.numbers for sample in share.samples]
+            for micro_batch in pack(
+                micro_batch_rows(share.samples), max_tokens=9, share_prefixes=share_prefixes
+            ):
+                work = _loss_work(share, micro_batch, None, None, numbers)
+                values: Mapping[str, Any] = work.loss_inputs.keywords
+                tokens = micro_batch.targets_N.tolist()
+                seen += tokens
+                expected_N = np.array(tokens, np.float32) / 10
+                np.testing.assert_allclose(values["columns"]["process_reward"].numpy(), expected_N)
+                first_N = [token - 1 if token % 10 in (4, 9) else token for token in tokens]
+                assert values["columns"]["weight"].tolist() == first_N
+                score_N = values["rows"].spread(values["numbers"]["score"])
+                assert score_N.tolist() == [token // 10 for token in tokens]
+    assert sorted(seen) == sorted(10 * index + place for index in range(6) for place in (3, 4, 6, 8, 9))
 
 
 # ------------------------------------------------------------------ a user's advantage
