@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from invrl.store.schema import connect
 from invrl.train.micro_batch import rows_of as micro_batch_rows
 from invrl.train.packing import pack
 from invrl.train.sharding import shard_batch
-from invrl.train.step import _loss_work
 from invrl.types import (
     FailedRollout,
     Group,
@@ -621,20 +620,23 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
     seen: list[int] = []
     for shares in shard_batch(made, steps=2, ranks=2):
         for share in shares:
-            numbers = [sample.numbers for sample in share.samples]
             for micro_batch in pack(
                 micro_batch_rows(share.samples), max_tokens=9, share_prefixes=share_prefixes
             ):
-                work = _loss_work(share, micro_batch, None, None, numbers)
-                values: Mapping[str, Any] = work.loss_inputs.keywords
                 tokens = micro_batch.targets_N.tolist()
                 seen += tokens
-                expected_N = np.array(tokens, np.float32) / 10
-                np.testing.assert_allclose(values["columns"]["process_reward"].numpy(), expected_N)
-                first_N = [token - 1 if token % 10 in (4, 9) else token for token in tokens]
-                assert values["columns"]["weight"].tolist() == first_N
-                score_N = values["rows"].spread(values["numbers"]["score"])
-                assert score_N.tolist() == [token // 10 for token in tokens]
+                rewards_N = micro_batch.pick([sample.columns["process_reward"] for sample in share.samples])
+                np.testing.assert_array_equal(rewards_N, np.array(tokens, np.float32) / 10)
+                weights_N = micro_batch.pick([sample.columns["weight"] for sample in share.samples])
+                assert weights_N.tolist() == [
+                    token - 1 if token % 10 in (4, 9) else token for token in tokens
+                ]
+                scores = [
+                    share.samples[row].numbers["score"]
+                    for row, wanted_N in micro_batch.rows
+                    for _ in wanted_N
+                ]
+                assert scores == [token // 10 for token in tokens]
     assert sorted(seen) == sorted(10 * index + place for index in range(6) for place in (3, 4, 6, 8, 9))
 
 
