@@ -62,6 +62,9 @@ class Endpoint(Protocol):
 class RolloutResult:
     """What a rollout function may return instead of a bare float.
 
+    Numbers are of columns that `--extra-columns` declares. A turn is named by the `id` of its answer, of any
+    client.
+
     Raises ValueError for components that the gateway would refuse: too many, or with names that are too
     long.
     """
@@ -72,6 +75,15 @@ class RolloutResult:
     """Named parts of the reward, for the metrics."""
     output: str = ""
     """Whatever the reward function needs, for example the final answer."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the rollout, by column."""
+    turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Numbers of turns, by answer id and column."""
+    token_numbers: Mapping[str, Mapping[str, Sequence[float] | NDArray[np.floating]]] = field(
+        default_factory=dict
+    )
+    """Numbers of sampled tokens, by answer id and column: one for each token that the turn sampled, in order.
+    The answer's usage counts them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -139,6 +151,17 @@ class AdvantageFn(Protocol):
     final rewards G is the group's size; for rewards of turns, branches and children it is any number >= 1."""
 
     def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
+
+
+class GroupAdvantageFn(Protocol):
+    """An `AdvantageFn` with a parameter named `group` is given what is known of the rollouts: lengths,
+    components of rewards, numbers of extra columns. `rewards_G[i]` is then the final reward of
+    `group.rollouts_G[i]`. For rewards of turns, branches and children, which are not one per rollout, `group`
+    is None."""
+
+    def __call__(
+        self, rewards_G: NDArray[np.float64], *, eps: float, group: Group | None = None
+    ) -> NDArray[np.float64]: ...
 
 
 class PolicyLoss(Protocol):

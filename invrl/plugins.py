@@ -46,6 +46,19 @@ def load_reward_function(path: str) -> RewardFn:
     return load_plugin(path, "reward_function_path", RewardFn)
 
 
+def takes_keyword(function: Callable[..., object], name: str) -> bool:
+    """Whether the function has a parameter of this name that can be given by keyword. `**kwargs` does not
+    count."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # a C function without a signature
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.KEYWORD_ONLY,
+        parameter.POSITIONAL_OR_KEYWORD,
+    )
+
+
 def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:

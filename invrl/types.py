@@ -323,6 +323,10 @@ class RolloutSummary(RolloutIdentity):
     which it inherits."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Of extra columns that have one number per rollout, by name, as far as they were given."""
+    turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Turn id -> name -> number, of extra columns that have one number per turn."""
     failure: FailureReason | None = None
     """Set where the rollout failed but counts, with the reward that the run gives to such failures."""
 
@@ -336,6 +340,8 @@ class Rollout:
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
     """By turn id, where the run records them: one row for each of the turn's tokens, the experts of the pass
     that predicted it."""
+    token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(default_factory=dict)
+    """Turn id -> name -> one number for each sampled token, of extra columns that have one per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

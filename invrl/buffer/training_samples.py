@@ -13,6 +13,7 @@ reward is computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
 from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.errors import BufferStateError, PluginError, RunStoreError
-from invrl.interfaces import AdvantageFn
+from invrl.extra_columns import ExtraColumn
+from invrl.interfaces import AdvantageFn, GroupAdvantageFn
+from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
 from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
@@ -33,6 +36,7 @@ def build_batch(
     *,
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
+    extra_columns: Iterable[ExtraColumn] = (),
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
     token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
@@ -42,9 +46,13 @@ def build_batch(
     own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
     supervision of GRPO (arXiv 2402.03300, section 4.1.3).
 
+    Every row has each of the `extra_columns`, whether or not its rollout was given numbers of it: those of
+    tokens and of turns as a column, those of rollouts as a number.
+
     Raises RunStoreError if the tokens of a taken rollout are missing; PluginError if the advantage function
     does not return one finite number per rollout."""
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
+    declared_columns = tuple(extra_columns)
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
     for group in taken.groups:
@@ -54,7 +62,7 @@ def build_batch(
             if rollout is None:
                 place = f"session {summary.session_id} of group {group.id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
-            for row in _rows(rollout):
+            for row in _rows(rollout, declared_columns):
                 samples.append(row.sample)
                 advantages.append(_token_advantages(row, summary, advantage_of, use))
     return TrainBatch(
@@ -82,7 +90,7 @@ class _Row:
     sample: TrainSample
 
 
-def _rows(rollout: Rollout) -> list[_Row]:
+def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
     """The rows of a rollout. A branch becomes no row if another branch continues its row, or if all its turns
     are trained in earlier rows already."""
     branches = _branches(rollout)
@@ -99,7 +107,7 @@ def _rows(rollout: Rollout) -> list[_Row]:
         new_ids = trainable_ids - trained_ids
         if not new_ids:
             continue
-        sample = _training_sample(rollout, branch, new_ids)
+        sample = _training_sample(rollout, branch, new_ids, extra_columns)
         if sample.loss_mask_T.any():
             rows.append(_Row(branch=branch, sample=sample))
             trained_ids |= new_ids
@@ -125,7 +133,9 @@ def _may_be_trained(turn: Turn) -> bool:
     return turn.delivered and turn.trainable
 
 
-def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -> TrainSample:
+def _training_sample(
+    rollout: Rollout, branch: _Branch, trained_ids: set[str], extra_columns: Sequence[ExtraColumn]
+) -> TrainSample:
     """The row of a branch. The sampled tokens of the turns in `trained_ids` are trained; all other tokens are
     context, with log-prob 0 and version -1."""
     tokens: list[NDArray[np.int32]] = []
@@ -169,7 +179,50 @@ def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -
         turn_ids=tuple(turn.id for turn in branch.row_turns),
         grammars=tuple(grammars),
         experts_TLK=_experts(rollout, branch.row_turns),
+        columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
+        numbers=_extra_numbers(summary, extra_columns),
     )
+
+
+def _extra_columns(
+    rollout: Rollout,
+    turns: Sequence[Turn],
+    mask_T: NDArray[np.bool_],
+    extra_columns: Sequence[ExtraColumn],
+) -> dict[str, NDArray[np.float32]]:
+    """By name, float32 [T]: the columns of tokens and of turns. 0 where a token is not trained; the default
+    where it is trained and was given no number."""
+    columns: dict[str, NDArray[np.float32]] = {}
+    for column in extra_columns:
+        if column.level == "rollout":
+            continue
+        parts: list[NDArray[np.float32]] = []
+        for turn in turns:
+            parts.append(np.zeros(len(turn.context_ids_T), np.float32))
+            parts.append(_numbers_of_turn(rollout, turn, column))
+        columns[column.name] = np.where(mask_T, np.concatenate(parts), np.float32(0.0))
+    return columns
+
+
+def _numbers_of_turn(rollout: Rollout, turn: Turn, column: ExtraColumn) -> NDArray[np.float32]:
+    """One number for each sampled token of the turn."""
+    if column.level == "token":
+        given_T = rollout.token_numbers.get(turn.id, {}).get(column.name)
+        if given_T is not None:
+            return given_T
+        number = column.default
+    else:
+        number = rollout.summary.turn_numbers.get(turn.id, {}).get(column.name, column.default)
+    return np.full(len(turn.sampled_ids_T), number, np.float32)
+
+
+def _extra_numbers(summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]) -> dict[str, float]:
+    """By name: the numbers of the rollout, or their defaults."""
+    return {
+        column.name: summary.numbers.get(column.name, column.default)
+        for column in extra_columns
+        if column.level == "rollout"
+    }
 
 
 def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
@@ -215,17 +268,28 @@ def _advantages_of_group(
     group: Group, baseline: RewardBaseline, advantage_fn: AdvantageFn, eps: float
 ) -> dict[RewardOwner, float]:
     """The advantage of every reward that was given in the group."""
-    advantage_of: dict[RewardOwner, float] = {}
-    for comparison in comparisons(group, baseline):
-        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps)
+    final_rewards, *others = comparisons(group, baseline)
+    advantages = _call_advantage_fn(advantage_fn, final_rewards.rewards_R, eps, group)
+    advantage_of = dict(zip(final_rewards.owners, advantages, strict=True))
+    for comparison in others:
+        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps, None)
         advantage_of.update(zip(comparison.owners, advantages, strict=True))
     return advantage_of
 
 
 def _call_advantage_fn(
-    advantage_fn: AdvantageFn, rewards_R: NDArray[np.float64], eps: float
+    advantage_fn: AdvantageFn,
+    rewards_R: NDArray[np.float64],
+    eps: float,
+    group: Group | None,
 ) -> Sequence[float]:
-    advantages_R = np.asarray(advantage_fn(rewards_R, eps=eps), np.float64)
+    """The group is given to a function that has a parameter for it. None: the rewards are not one per
+    rollout."""
+    if takes_keyword(advantage_fn, "group"):
+        returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
+    else:
+        returned = advantage_fn(rewards_R, eps=eps)
+    advantages_R = np.asarray(returned, np.float64)
     if advantages_R.shape != rewards_R.shape or not np.isfinite(advantages_R).all():
         name = getattr(advantage_fn, "__name__", repr(advantage_fn))
         reason = f"for rewards {rewards_R.tolist()} it returned {advantages_R.tolist()}"

@@ -253,6 +253,7 @@ class _TrainingRun:
             self.config.algorithm.advantage_eps,
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
+            extra_columns=self.config.gateway.declared_columns.values(),
         )
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,9 @@ def test_the_example_of_a_dialect_reads_and_writes_its_wire() -> None:
 
 
 def test_the_examples_of_a_loss_load_and_compute() -> None:
-    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"]
+    snippet, of_group = [
+        snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"
+    ]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
     ratio_N = torch.ones(3, requires_grad=True)
@@ -250,6 +253,11 @@ def test_the_examples_of_a_loss_load_and_compute() -> None:
     ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
     assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
     assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]
+    exec(compile(of_group.text, of_group.place, "exec"), module)
+    group = SimpleNamespace(rollouts_G=[SimpleNamespace(numbers={"score": 3.0}), SimpleNamespace(numbers={})])
+    above_score = module["above_score"]
+    assert above_score(np.array([3.0, 2.0]), eps=1e-4, group=group).tolist() == [-1.0, 1.0]
+    assert above_score(np.array([3.0, 2.0]), eps=1e-4).tolist() == [0.5, -0.5]
 
 
 def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
