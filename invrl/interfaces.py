@@ -166,7 +166,9 @@ class GroupAdvantageFn(Protocol):
 
 class PolicyLoss(Protocol):
     """The loss of each token from its ratio current/old, which carries the gradient, and its advantage; all
-    torch float32 [N]. Off-policy correction, KL and aggregation are applied to the result."""
+    torch float32 [N]. Off-policy correction, KL and aggregation are applied to the result. A function with a
+    further keyword `inputs=None` gets the LossInputs there: log-probs of all policies, rows, columns and
+    numbers."""
 
     def __call__(
         self, ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float

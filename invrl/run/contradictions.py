@@ -38,6 +38,8 @@ def check(config: Config) -> None:
         _modes,
         _schedule,
         _batch,
+        _loss,
+        _kl,
         _routing_replay,
         _evaluation,
         _engines,
@@ -122,12 +124,6 @@ def _batch(config: Config) -> Contradictions:
             f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
         )
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
-    if 0 < algorithm.dual_clip <= 1:
-        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
-        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
-    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
-        reason = "the aggregation `constant` divides by it"
-        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
@@ -143,11 +139,83 @@ def _batch(config: Config) -> Contradictions:
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
 
 
+def _loss(config: Config) -> Contradictions:
+    """Between the loss's axes."""
+    algorithm = config.algorithm
+    if 0 < algorithm.dual_clip <= 1:
+        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
+        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
+    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
+        reason = "the aggregation `constant` divides by it"
+        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
+    surrogate = algorithm.policy_loss
+    if algorithm.ratio_level != "token":
+        if surrogate in ("dppo_tv", "dppo_kl"):
+            reason = f"{surrogate} masks single tokens by their own probabilities"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+        if surrogate in ("vespo", "policy_gradient"):
+            yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
+        reason = (
+            f"a {algorithm.ratio_level} ratio is one number for all tokens of a row, and this would give "
+            "each of them a factor of its own"
+        )
+        if algorithm.correction == "truncated":
+            fix = "set --correction geometric_truncated, sequence_truncated or none"
+            yield "algorithm.correction", reason, fix
+        if algorithm.rejection == "token":
+            yield "algorithm.rejection", reason, "set --rejection geometric, sequence or none"
+    if surrogate == "vespo" and algorithm.correction != "none":
+        reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
+        yield "algorithm.correction", reason, "set --correction none"
+    yield from _bounds_of_corrections(config)
+
+
+def _bounds_of_corrections(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.correction_floor > algorithm.correction_cap:
+        reason = f"it is above correction_cap = {algorithm.correction_cap:g}"
+        yield "algorithm.correction_floor", reason, "lower --correction-floor or raise --correction-cap"
+    low = algorithm.rejection_low
+    high = algorithm.rejection_high
+    if algorithm.rejection == "none":
+        for name in ("rejection_low", "rejection_high"):
+            if getattr(algorithm, name):
+                fix = "set --rejection token, sequence or geometric, or leave it out"
+                yield f"algorithm.{name}", "nothing is rejected (rejection is none)", fix
+        return
+    if not low and not high:
+        reason = "neither bound is set, so nothing is rejected"
+        yield "algorithm.rejection", reason, "set --rejection-high, --rejection-low or both"
+    why = "a ratio of 1, where engine and trainer agree, would be rejected"
+    if low >= 1:
+        yield "algorithm.rejection_low", why, "set it below 1"
+    if 0 < high <= 1:
+        yield "algorithm.rejection_high", why, "set it above 1"
+
+
+def _kl(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if not algorithm.kl_coef:
+        return
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        reason = (
+            "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
+            "mean over samples of the policy is 0"
+        )
+        yield "algorithm.kl_estimator", reason, "set --kl-in reward, or --kl-estimator k2, k3 or unbiased"
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
+        reason = "its importance weight is there for its gradient, and a reward has none"
+        yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+
+
 def _routing_replay(config: Config) -> Contradictions:
     replay = config.train.routing_replay
     algorithm = config.algorithm
-    if replay == "trainer" and algorithm.old_logprobs == "engine":
-        reason = "with --old-logprobs engine the trainer makes no pass for them whose routing it could replay"
+    if replay == "trainer" and algorithm.old_logprobs != "recompute":
+        reason = (
+            f"with --old-logprobs {algorithm.old_logprobs} the trainer makes no pass for them whose routing "
+            "it could replay"
+        )
         yield "train.routing_replay", reason, "use --old-logprobs recompute"
     if replay == "trainer" and algorithm.num_minibatches == 1:
         reason = (

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.objectives import check_outputs, coupling_of, needs_of, objective_of
+from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult
@@ -138,7 +139,14 @@ class TrainStep:
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
                 work = [
-                    _loss_work(mini_batch, micro_batch, old, reference, numbers)
+                    _loss_work(
+                        mini_batch,
+                        micro_batch,
+                        old,
+                        reference,
+                        numbers,
+                        with_staleness=self.algorithm.old_logprobs == "interpolated",
+                    )
                     for micro_batch in packed_rows.micro_batches
                 ]
             with _timed(seconds, "forward_backward"):
@@ -413,6 +421,8 @@ def _loss_work(
     old: _SampleLogprobs | None,
     reference: _SampleLogprobs | None,
     numbers: Sequence[Mapping[str, float]],
+    *,
+    with_staleness: bool,
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
     samples = mini_batch.samples
@@ -438,6 +448,9 @@ def _loss_work(
     columns: dict[str, torch.Tensor] = {}
     for name in _common_names([sample.columns for sample in samples]):
         columns[name] = pick([sample.columns[name] for sample in samples])
+    if with_staleness:
+        ages = [mini_batch.version - sample.versions_T for sample in samples]
+        columns[STALENESS] = pick([ages_T.astype(np.float32) for ages_T in ages])
     row_numbers: dict[str, torch.Tensor] = {}
     for name in _common_names([numbers[index] for index in row_indices]):
         row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)

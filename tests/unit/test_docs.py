@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
@@ -250,6 +251,15 @@ def test_the_examples_of_a_loss_load_and_compute() -> None:
     losses_N.sum().backward()
     assert torch.equal(losses_N.detach(), -advantages_N)
     assert torch.allclose(ratio_N.grad, -advantages_N)
+    example = example_inputs()
+    far_N = module["anchored"](
+        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=1e-6, inputs=example
+    )
+    assert not far_N.any(), "every row is further away than that"
+    near_N = module["anchored"](
+        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=9.0, inputs=example
+    )
+    assert torch.equal(near_N, -example.advantages_N)
     ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
     assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
     assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]

@@ -88,6 +88,7 @@ CHECKS = (
     _of_settings("held-out tasks", settings_checks.check_held_out_tasks, EVAL),
     _of_settings("tasks", settings_checks.check_tasks, TRAIN),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
+    _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
