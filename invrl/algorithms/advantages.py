@@ -11,7 +11,7 @@ training rows is one entry of `rewards_G`, so it counts once in the baseline. Wh
 | grpo | (r - mean) / (std + eps) | |
 | dr_grpo | r - mean | |
 | rloo | r - mean of the others | |
-| maxrl | (r - mean) / mean | |
+| maxrl | (r - mean) / mean of r above 0 | |
 | pass_at_k | of the best of k | |
 | raw | r | |
 | reinforce | r - mean of the batch | |
@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import DEFAULT_PASS_AT_K, AlgorithmConfig, Deviation
-from invrl.errors import PluginError
 from invrl.interfaces import AdvantageFn
 from invrl.plugins import load_plugin
 
@@ -93,19 +92,17 @@ def rloo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
 def maxrl(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
     """Maximum likelihood RL (arXiv 2602.02710, equation 9 and algorithm 1): [G] -> [G].
 
-        A_i = (r_i - mean(r)) / mean(r)
+        A_i = (r_i - mean(r)) / mean(r+)        r+ = max(r, 0)
 
     For rewards 0 and 1, in a group of which K succeeded, a success weighs G/K - 1 and a failure -1: the rarer
-    successes are, the more they count. Without a success all are 0. The formula is one of success rates, so a
-    reward below 0 raises PluginError. `eps` is not used; the authors' code adds 1e-6 to the mean.
+    successes are, the more they count. Without a reward above 0 all are 0. The paper has rewards of at least
+    0, for which r+ is r. With others (an overlong rollout's, for example) a mean near 0 would be no rate of
+    success; r+ keeps the divisor one, and it is at least eps * mean(|r|). The authors' code adds 1e-6 to it.
     """
-    if rewards_G.min() < 0:
-        reason = f"it divides by the mean reward, and a reward is {rewards_G.min():g}"
-        raise PluginError("advantage", "maxrl", reason, "give rewards of at least 0, or use --advantage grpo")
-    if not rewards_differ(rewards_G):
+    if not rewards_differ(rewards_G) or rewards_G.max() <= 0:
         return np.zeros_like(rewards_G)
-    mean = rewards_G.mean()
-    return (rewards_G - mean) / mean
+    success_rate = np.maximum(rewards_G, 0).mean()
+    return (rewards_G - rewards_G.mean()) / max(success_rate, eps * np.abs(rewards_G).mean())
 
 
 def pass_at_k(
@@ -153,6 +150,12 @@ def raw(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
     return rewards_G.copy()
 
 
+def left_to_trainer(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
+    """0 in the place of an advantage that the trainer computes from the rewards of tokens: [G] -> [G]. `eps`
+    is not used."""
+    return np.zeros_like(rewards_G)
+
+
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -163,7 +166,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "reinforce": dr_grpo,
     "reinforce_pp": raw,
     "reinforce_pp_baseline": dr_grpo,
-    "gae": raw,  # not used: the trainer computes these from the rewards of tokens
+    "gae": left_to_trainer,
 }
 
 

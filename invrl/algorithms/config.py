@@ -51,7 +51,7 @@ class AlgorithmConfig(Section):
         "(less the batch's mean), 'reinforce_pp', 'reinforce_pp_baseline', or module:name of an AdvantageFn",
     )
     advantage_eps: PositiveFloat = Field(
-        1e-4, description="added to what the advantage is divided by (grpo, pass_at_k)"
+        1e-4, description="added to the deviation that the advantage is divided by (grpo, pass_at_k)"
     )
     reward_deviation: Deviation = Field(
         "sample", description="the group's reward deviation (grpo): divided by G - 1, or by G (population)"

@@ -161,14 +161,6 @@ def _advantages(config: Config) -> Contradictions:
             "every advantage 0"
         )
         yield "algorithm.pass_at_k", reason, "lower --pass-at-k or raise --n-samples-per-prompt"
-    if name == "maxrl" and algorithm.overlong_buffer and algorithm.overlong_penalty:
-        reason = (
-            "maxrl needs rewards of at least 0, and the penalty of an overlong rollout makes them smaller"
-        )
-        yield "algorithm.overlong_buffer", reason, "leave it out, or use another --advantage"
-    if name == "maxrl" and algorithm.length_penalty:
-        reason = "maxrl needs rewards of at least 0, and the penalty of a long rollout makes them smaller"
-        yield "algorithm.length_penalty", reason, "leave it out, or use another --advantage"
     if algorithm.discount < 1 and config.buffer.turn_reward_use == "replace" and not algorithm.token_level:
         reason = "no rewards are added up over turns: each token has one reward"
         yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"

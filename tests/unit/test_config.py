@@ -195,8 +195,6 @@ def test_the_tree_is_frozen() -> None:
         ),
         (["--advantage", "pass_at_k", "--pass-at-k", "8"], "algorithm.pass_at_k", "below", "--pass-at-k"),
         (["--advantage", "gae"], "algorithm.advantage", "critic", "reinforce_pp"),
-        (["--advantage", "maxrl", "--overlong-buffer", "4"], "algorithm.overlong_buffer", "maxrl", "leave"),
-        (["--advantage", "maxrl", "--length-penalty", "1"], "algorithm.length_penalty", "maxrl", "leave"),
         (["--discount", "0.9"], "algorithm.discount", "added up", "--turn-reward-use add"),
         (["--reward-columns", "progress"], "algorithm.reward_columns", "no rewards of tokens", "gae"),
         (
