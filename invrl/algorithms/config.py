@@ -1,13 +1,21 @@
 """The algorithm's axes as settings, and presets of them by name. A preset is only values of these fields."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from invrl.section import Section
+from invrl.section import COMMA_SEPARATED, Section
 
 Deviation = Literal["sample", "population"]
 """The standard deviation of a group's rewards: squares divided by G - 1, or by G."""
+WhitenedOver = Literal["none", "tokens", "rollouts"]
+RolloutUse = Literal["train", "baseline", "leave_out"]
+"""A rollout is trained; or only its reward counts, in the baseline of the others; or neither."""
+DEFAULT_PASS_AT_K = 4
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "reinforce_pp_baseline")
+"""Advantages that are 0 in a group of one."""
+TOKEN_LEVEL = ("gae",)
+"""Advantages that the trainer computes, from the rewards of tokens."""
 
 PRESETS: dict[str, dict[str, str | float]] = {
     # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single update per batch
@@ -223,10 +231,62 @@ class AlgorithmConfig(Section):
     algorithm_preset: PresetName = Field(
         "", description="a preset of these fields by name; a field that is given takes precedence"
     )
-    advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
-    advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
+    advantage: str = Field(
+        "grpo",
+        description="'grpo', 'dr_grpo', 'rloo', 'maxrl', 'pass_at_k', 'raw' (the reward itself), 'reinforce' "
+        "(less the batch's mean), 'reinforce_pp', 'reinforce_pp_baseline', or module:name of an AdvantageFn",
+    )
+    advantage_eps: PositiveFloat = Field(
+        1e-4, description="added to the deviation that the advantage is divided by (grpo, pass_at_k)"
+    )
     reward_deviation: Deviation = Field(
         "sample", description="the group's reward deviation (grpo): divided by G - 1, or by G (population)"
+    )
+    advantage_std_floor: NonNegativeFloat = Field(
+        0.0, description="smallest deviation that an advantage is divided by (grpo, pass_at_k, whitening)"
+    )
+    pass_at_k: PositiveInt = Field(
+        DEFAULT_PASS_AT_K, description="rollouts of which the best one counts (advantage pass_at_k)"
+    )
+    advantage_whitening: WhitenedOver = Field(
+        "none",
+        description="advantages are shifted and scaled to mean 0 and deviation 1 over the batch, where each "
+        "token counts once, or each rollout; reinforce_pp and its baseline form do it over tokens anyway",
+    )
+    discount: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="factor of a reward per turn that lies between (turn_reward_use add), or per trained "
+        "token (gae)",
+    )
+    overlong_buffer: NonNegativeInt = Field(
+        0,
+        description="last tokens of overlong_length over which a growing penalty is subtracted from the "
+        "final reward (DAPO); 0: none",
+    )
+    overlong_penalty: NonNegativeFloat = Field(
+        1.0, description="largest penalty of an overlong rollout (needs overlong_buffer)"
+    )
+    overlong_length: NonNegativeInt = Field(
+        0,
+        description="tokens that all turns of a rollout may sample (overlong_buffer); 0: max_new_tokens",
+    )
+    length_penalty: NonNegativeFloat = Field(
+        0.0,
+        description="weight of a reward within ±0.5 for being shorter than the rest of the group (Kimi k1.5)",
+    )
+    failed_rollouts: RolloutUse = Field(
+        "train",
+        description="failed rollouts that count with a reward are trained; or count in the baseline only; or "
+        "are left out",
+    )
+    truncated_rollouts: RolloutUse = Field(
+        "train",
+        description="as failed_rollouts, for rollouts in which a turn ran out of tokens (DAPO: baseline)",
+    )
+    reward_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (), description="columns of tokens that are added to the rewards of tokens (gae)"
     )
     policy_loss: str = Field(
         "clip",
@@ -311,6 +371,18 @@ class AlgorithmConfig(Section):
         """Whether the current policy of every optimizer step is the old one, so that nothing is computed for
         old."""
         return self.num_minibatches == 1 and self.old_logprobs == "recompute"
+
+    @property
+    def whitened_over(self) -> WhitenedOver:
+        """REINFORCE++ is whitened over tokens if nothing else is set."""
+        if self.advantage in ("reinforce_pp", "reinforce_pp_baseline") and self.advantage_whitening == "none":
+            return "tokens"
+        return self.advantage_whitening
+
+    @property
+    def token_level(self) -> bool:
+        """Whether the trainer computes the advantages."""
+        return self.advantage in TOKEN_LEVEL
 
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""

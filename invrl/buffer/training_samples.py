@@ -12,20 +12,35 @@ use "add", all of these count, and a turn also has the rewards of the turns that
 reward is computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
+from invrl.algorithms.credit import PLAIN_RULES, CreditRules
+from invrl.algorithms.whitening import whiten_rows
+from invrl.buffer.comparison import (
+    Comparison,
+    RewardOwner,
+    batch_comparisons,
+    branch_owners,
+    comparisons,
+)
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.errors import BufferStateError, PluginError, RunStoreError
+from invrl.buffer.credited_groups import credited_group
+from invrl.buffer.token_rewards import token_rewards
+from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
 from invrl.extra_columns import ExtraColumn
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
 from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
 from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+
+REWARDS_COLUMN = "rewards"
+"""The column of a row's token rewards, where the trainer computes the advantages."""
+SHAPING_NUMBER = "reward_shaping"
+"""The number of a row that was added to its rollout's final reward, where rewards are shaped."""
 
 
 def build_batch(
@@ -37,40 +52,82 @@ def build_batch(
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
     extra_columns: Iterable[ExtraColumn] = (),
+    rules: CreditRules = PLAIN_RULES,
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
     token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
 
     With `use` "replace", only the most particular reward of a token counts. With "add", a token's advantage
     is the sum of the advantages of its final, child's and branch's reward and of the turn rewards from its
-    own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
-    supervision of GRPO (arXiv 2402.03300, section 4.1.3).
+    own turn to the end of its row, each times `rules.discount` for every turn in between. With `baseline`
+    "group", turn rewards only and no discount, that is the process supervision of GRPO (arXiv 2402.03300,
+    section 4.1.3).
+
+    Final rewards are shaped and rollouts left out by the `rules` before rewards are compared
+    (`credited_groups.py`); advantages are whitened by them after that. With `rules.token_level` the
+    advantages are 0, and rows have the column "rewards" instead (`token_rewards.py`).
 
     Every row has each of the `extra_columns`, whether or not its rollout was given numbers of it: those of
     tokens and of turns as a column, those of rollouts as a number.
 
-    Raises RunStoreError if the tokens of a taken rollout are missing; PluginError if the advantage function
-    does not return one finite number per rollout."""
+    Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if the advantage function
+    does not return one finite number per rollout; ConfigError for a reward column that rows do not have."""
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     declared_columns = tuple(extra_columns)
+    groups = [credited_group(group, rules) for group in taken.groups]
+    advantage_of: dict[RewardOwner, float] = {}
+    if not rules.token_level:
+        compared_groups = [group.compared for group in groups]
+        advantage_of = _advantages_of_batch(compared_groups, baseline, advantage_fn, eps, rules)
     samples: list[TrainSample] = []
-    advantages: list[NDArray[np.float32]] = []
-    for group in taken.groups:
-        advantage_of = _advantages_of_group(group, baseline, advantage_fn, eps)
-        for summary in group.rollouts_G:
+    advantages: list[NDArray[np.float64]] = []
+    for group in groups:
+        for summary in group.trained():
             rollout = rollouts_by_session.get(summary.session_id)
             if rollout is None:
-                place = f"session {summary.session_id} of group {group.id}"
+                place = f"session {summary.session_id} of group {summary.group_id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
             for row in _rows(rollout, declared_columns):
-                samples.append(row.sample)
-                advantages.append(_token_advantages(row, summary, advantage_of, use))
+                sample = row.sample
+                if summary.session_id in group.shaping:
+                    numbers = {**sample.numbers, SHAPING_NUMBER: group.shaping[summary.session_id]}
+                    sample = replace(sample, numbers=numbers)
+                if rules.token_level:
+                    sample = _with_token_rewards(sample, summary, row.branch.turns, use, rules)
+                    advantages.append(np.zeros(len(sample.tokens_T)))
+                else:
+                    advantages.append(_token_advantages(row, summary, advantage_of, use, rules.discount))
+                samples.append(sample)
+    whitened = whiten_rows(
+        advantages,
+        [sample.loss_mask_T for sample in samples],
+        [sample.rollout_id for sample in samples],
+        over=rules.whitening,
+        std_floor=rules.std_floor,
+    )
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
         samples=tuple(samples),
-        advantages=tuple(advantages),
+        advantages=tuple(advantages_T.astype(np.float32) for advantages_T in whitened),
     )
+
+
+def _with_token_rewards(
+    sample: TrainSample,
+    summary: RolloutSummary,
+    branch_turns: Sequence[Turn],
+    use: RewardUse,
+    rules: CreditRules,
+) -> TrainSample:
+    columns: list[NDArray[np.float32]] = []
+    for name in rules.reward_columns:
+        if name not in sample.columns:
+            reason = f"rows have no column of this name, only {sorted(sample.columns)}"
+            raise ConfigError("algorithm.reward_columns", name, reason, "declare it, or leave it out")
+        columns.append(sample.columns[name])
+    rewards_T = token_rewards(summary, branch_turns, sample.loss_mask_T, use=use, columns=columns)
+    return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
 
 # ------------------------------------------------------------------ branches and rows
@@ -264,15 +321,30 @@ def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
 # ------------------------------------------------------------------ advantages
 
 
-def _advantages_of_group(
-    group: Group, baseline: RewardBaseline, advantage_fn: AdvantageFn, eps: float
+def _advantages_of_batch(
+    groups: Sequence[Group],
+    baseline: RewardBaseline,
+    advantage_fn: AdvantageFn,
+    eps: float,
+    rules: CreditRules,
 ) -> dict[RewardOwner, float]:
-    """The advantage of every reward that was given in the group."""
-    final_rewards, *others = comparisons(group, baseline)
-    advantages = _call_advantage_fn(advantage_fn, final_rewards.rewards_R, eps, group)
-    advantage_of = dict(zip(final_rewards.owners, advantages, strict=True))
-    for comparison in others:
-        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps, None)
+    """The advantage of every reward that was given in the groups."""
+    if rules.over_batch:
+        return _advantages_of(batch_comparisons(groups, baseline), advantage_fn, eps, None)
+    advantage_of: dict[RewardOwner, float] = {}
+    for group in groups:
+        advantage_of.update(_advantages_of(comparisons(group, baseline), advantage_fn, eps, group))
+    return advantage_of
+
+
+def _advantages_of(
+    compared: Iterable[Comparison], advantage_fn: AdvantageFn, eps: float, group: Group | None
+) -> dict[RewardOwner, float]:
+    """`group`: the one whose final rewards are compared first; None: rewards of several groups are."""
+    advantage_of: dict[RewardOwner, float] = {}
+    for number, comparison in enumerate(compared):
+        of_rollouts = group if number == 0 else None
+        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps, of_rollouts)
         advantage_of.update(zip(comparison.owners, advantages, strict=True))
     return advantage_of
 
@@ -299,35 +371,25 @@ def _call_advantage_fn(
 
 
 def _token_advantages(
-    row: _Row, summary: RolloutSummary, advantage_of: Mapping[RewardOwner, float], use: RewardUse
-) -> NDArray[np.float32]:
+    row: _Row,
+    summary: RolloutSummary,
+    advantage_of: Mapping[RewardOwner, float],
+    use: RewardUse,
+    discount: float,
+) -> NDArray[np.float64]:
     """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
     turns = row.branch.turns
-    owners = _reward_owners(summary, turns)
+    owners = branch_owners(summary, turns)
     if use == "add":
-        turn_advantages = _summed_advantages(turns, owners, advantage_of)
+        turn_advantages = _summed_advantages(turns, owners, advantage_of, discount)
     else:
         turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
-    parts: list[NDArray[np.float32]] = []
+    parts: list[NDArray[np.float64]] = []
     for turn in row.branch.row_turns:
         advantage = turn_advantages[turn.id]
         num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
-        parts.append(np.full(num_tokens, advantage, np.float32))
-    advantages_T = np.concatenate(parts)
-    return np.where(row.sample.loss_mask_T, advantages_T, np.float32(0.0))
-
-
-def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
-    """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
-    most particular one. Rewards of single turns are not among them."""
-    owners = [RewardOwner("final", summary.session_id)]
-    session_owner = child_owner(summary, turns[0].session_id)
-    if session_owner.kind == "child":
-        owners.append(session_owner)
-    rewarded_ids = [turn.id for turn in turns if turn.id in summary.branch_rewards]
-    if rewarded_ids:
-        owners.append(RewardOwner("branch", rewarded_ids[-1]))
-    return owners
+        parts.append(np.full(num_tokens, advantage))
+    return np.where(row.sample.loss_mask_T, np.concatenate(parts), 0.0)
 
 
 def _most_particular_advantages(
@@ -343,14 +405,19 @@ def _most_particular_advantages(
 
 
 def _summed_advantages(
-    turns: Sequence[Turn], owners: Sequence[RewardOwner], advantage_of: Mapping[RewardOwner, float]
+    turns: Sequence[Turn],
+    owners: Sequence[RewardOwner],
+    advantage_of: Mapping[RewardOwner, float],
+    discount: float,
 ) -> dict[str, float]:
-    """By turn id: the sum of the advantages of the branch, of the turn and of the turns that follow it."""
+    """By turn id: the discounted sum of the advantages of the turn, of the turns that follow it, and of the
+    branch, whose rewards come with its last turn."""
     branch_advantage = sum(advantage_of[owner] for owner in owners)
     turn_sum = 0.0
     sums: dict[str, float] = {}
     for turn in reversed(turns):
         turn_owner = RewardOwner("turn", turn.id)
-        turn_sum += advantage_of.get(turn_owner, 0.0)
+        turn_sum = advantage_of.get(turn_owner, 0.0) + discount * turn_sum
         sums[turn.id] = branch_advantage + turn_sum
+        branch_advantage *= discount
     return sums

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from invrl.algorithms.config import GROUP_RELATIVE
 from invrl.algorithms.objectives import is_built_in, needs_of
 from invrl.errors import ConfigError
 from invrl.train.activations import recomputed_modules
@@ -38,6 +39,7 @@ def check(config: Config) -> None:
         _modes,
         _schedule,
         _batch,
+        _advantages,
         _loss,
         _kl,
         _routing_replay,
@@ -134,9 +136,47 @@ def _batch(config: Config) -> Contradictions:
     ):
         reason = "kl_coef is 0, so no reference is computed"
         yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
-    if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
-        reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
+
+
+def _advantages(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    name = algorithm.advantage
+    samples = config.rollout.n_samples_per_prompt
+    if algorithm.token_level:
+        reason = f"{name} needs the values of a critic, which this version does not train"
+        yield "algorithm.advantage", reason, "use one of the others, reinforce_pp for example"
+    if samples == 1 and name in GROUP_RELATIVE:
+        reason = f"{name} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+    if samples == 1 and config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
+        reason = "it drops groups whose rewards are equal, which a group of one always is"
+        yield "buffer.group_filter", reason, "add --group-filter none, or raise --n-samples-per-prompt"
+    if name == "pass_at_k" and algorithm.pass_at_k >= samples:
+        reason = (
+            f"it must be below n_samples_per_prompt = {samples}: all subsets of that size would be one, and "
+            "every advantage 0"
+        )
+        yield "algorithm.pass_at_k", reason, "lower --pass-at-k or raise --n-samples-per-prompt"
+    if algorithm.discount < 1 and config.buffer.turn_reward_use == "replace" and not algorithm.token_level:
+        reason = "no rewards are added up over turns: each token has one reward"
+        yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"
+    if algorithm.reward_columns and not algorithm.token_level:
+        reason = f"the advantage {name} has no rewards of tokens"
+        yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
+    yield from _overlong(config)
+
+
+def _overlong(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    fields = type(algorithm).model_fields
+    length = algorithm.overlong_length or config.rollout.max_new_tokens
+    if algorithm.overlong_buffer > length:
+        reason = f"a rollout may sample {length} tokens, and the penalty grows over the last of them"
+        yield "algorithm.overlong_buffer", reason, "lower it, or set --overlong-length"
+    for field in ("overlong_length", "overlong_penalty"):
+        if not algorithm.overlong_buffer and getattr(algorithm, field) != fields[field].default:
+            reason = "the length over which the penalty grows, overlong_buffer, is 0: there is no penalty"
+            yield f"algorithm.{field}", reason, "set --overlong-buffer, or leave this out"
 
 
 def _loss(config: Config) -> Contradictions:

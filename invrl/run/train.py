@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from invrl.algorithms.advantages import advantage_function
+from invrl.algorithms.advantages import configured_advantage
+from invrl.algorithms.credit import credit_rules
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
@@ -220,7 +221,7 @@ class _TrainingRun:
         self, cluster: Cluster, learner: Learner | None, held_out: HeldOutEvaluations | None
     ) -> int:
         config = self.config
-        advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
+        advantage = configured_advantage(config.algorithm)
         evaluate = None
         if held_out is not None:
             evaluate = held_out.during_training
@@ -254,6 +255,7 @@ class _TrainingRun:
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
             extra_columns=self.config.gateway.declared_columns.values(),
+            rules=credit_rules(self.config.algorithm, self.config.rollout.max_new_tokens),
         )
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)

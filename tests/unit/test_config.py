@@ -189,6 +189,20 @@ def test_the_tree_is_frozen() -> None:
         (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
         (["--data-parallel-size", "33"], "train.data_parallel_size", "33 copies", "--data-parallel"),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
+        (
+            ["--n-samples-per-prompt", "1", "--advantage", "reinforce"],
+            "buffer.group_filter", "a group of one", "--group-filter none",
+        ),
+        (["--advantage", "pass_at_k", "--pass-at-k", "8"], "algorithm.pass_at_k", "below", "--pass-at-k"),
+        (["--advantage", "gae"], "algorithm.advantage", "critic", "reinforce_pp"),
+        (["--discount", "0.9"], "algorithm.discount", "added up", "--turn-reward-use add"),
+        (["--reward-columns", "progress"], "algorithm.reward_columns", "no rewards of tokens", "gae"),
+        (
+            ["--overlong-buffer", "15", "--max-new-tokens", "14"],
+            "algorithm.overlong_buffer", "14 tokens", "--overlong-length",
+        ),
+        (["--overlong-length", "99"], "algorithm.overlong_length", "is 0", "--overlong-buffer"),
+        (["--overlong-penalty", "2"], "algorithm.overlong_penalty", "overlong_buffer, is 0", "leave"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
         (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
         (
