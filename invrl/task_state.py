@@ -13,7 +13,6 @@ from invrl.types import Json
 MAX_STATE_BYTES = 64 * 1024 * 1024
 """Largest state, as JSON. Enough for two numbers about each of a million tasks."""
 _MAX_SHOWN_CHARS = 80
-_INT64 = 2**63
 
 
 class TaskStateError(ValueError):
@@ -47,13 +46,11 @@ def _fault(state: object) -> str:
 
 
 def _fault_at(value: object, place: str) -> str:
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int):
         return ""
     if isinstance(value, str):
         is_unicode = value.encode(errors="replace").decode() == value
         return "" if is_unicode else f"{place} has lone surrogates: {_shown(value)}"
-    if isinstance(value, int):
-        return "" if -_INT64 <= value < _INT64 else f"{place} is an integer of more than 64 bits"
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"{place} is {value}, which JSON does not have"
     if type(value) is list:
