@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,12 @@ from invrl.types import (
     DroppedGroup,
     Group,
     GroupLease,
+    GroupOutcome,
+    Json,
     Outcome,
     TakenBatch,
     Task,
+    TaskHistory,
     TensorSpec,
     TrainBatch,
     WeightVersion,
@@ -135,15 +138,52 @@ class RewardFn(Protocol):
 
 class TaskSource(Protocol):
     """Yields the tasks of a split; the same tasks for the same seed. "train" yields as long as the run asks.
-    "eval" is finite and has no task of "train"."""
+    "eval" is finite and has no task of "train".
+
+    What it returns for "train" may have more than `__next__`: the method of `OutcomeRecorder`, those of
+    `StateKeeper`, or both. Then it decides itself what comes next, and once it ends, no more tasks come; any
+    other source that ends is called again."""
 
     def __call__(self, split: str, seed: int) -> Iterator[Task]: ...
+
+
+@runtime_checkable
+class OutcomeRecorder(Protocol):
+    """Tasks that are told how their groups end, to pick the next ones."""
+
+    def record(self, outcome: GroupOutcome) -> None:
+        """Called once for every group that was leased, as soon as it is complete or dropped; not for groups
+        that are open when the run ends. It is called in the buffer's process and must be quick. If it raises,
+        that is shown and counted, and the run goes on without that outcome."""
+        ...
+
+
+@runtime_checkable
+class StateKeeper(Protocol):
+    """Tasks that go on after a resume where they were. Tasks that have neither these methods nor `record`
+    need none: a resume reads the source again up to where it was."""
+
+    def state(self) -> Json:
+        """Everything that decides what comes next, as JSON that comes back unchanged, at most 64 MiB. Called
+        for every checkpoint."""
+        ...
+
+    def restore(self, state: Json) -> None:
+        """Called on a new object of the source, before anything else, with what `state` returned."""
+        ...
 
 
 class GroupFilter(Protocol):
     """Keeps a complete group (returns None) or drops it (returns the reason, a short snake_case word)."""
 
     def __call__(self, group: Group) -> str | None: ...
+
+
+class HistoryGroupFilter(Protocol):
+    """A group filter that has a parameter `history`: the groups of the same task before this one, in this run
+    and, after a resume, in what it resumes."""
+
+    def __call__(self, group: Group, *, history: TaskHistory) -> str | None: ...
 
 
 class AdvantageFn(Protocol):

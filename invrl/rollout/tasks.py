@@ -1,29 +1,34 @@
 """Where tasks come from: a source function by import path, or a JSONL or Parquet file; for an evaluation
 the held-out sets that `eval_sets` names, or the one unnamed set.
 
-Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator are
-distinct (later tasks with an id that occurred before are called "id@1", "id@2", ...); "eval" is finite.
-`check_tasks` and `load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the
-buffer and the evaluation."""
+Invariants: the same split and seed give the same tasks in the same order; a source or curriculum that is told
+outcomes does so for the same outcomes; "eval" is finite and its ids are distinct (later tasks with an id that
+occurred before are called "id@1", "id@2", ...; the buffer does the same for "train"). `check_tasks` and
+`load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the buffer and the
+evaluation."""
 
 import datetime
 import decimal
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from typing import cast
 
 import orjson
 
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
-from invrl.interfaces import TaskSource
+from invrl.interfaces import OutcomeRecorder, StateKeeper, TaskSource
 from invrl.rollout.config import RolloutConfig
+from invrl.rollout.curriculum import CURRICULA, Curriculum
+from invrl.rollout.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
+from invrl.rollout.source_check import check_feedback, has_feedback
 from invrl.store.lease_store import encoded_task
+from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types import Json, Task
 
 _Rows = list[tuple[int, dict[str, Json]]]
@@ -31,15 +36,69 @@ _Rows = list[tuple[int, dict[str, Json]]]
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
-    """The tasks of "train" (endless, a file is shuffled anew for each epoch) or "eval" (finite, in the order
-    of the file or source). Raises ConfigError, PluginError if they cannot be loaded."""
-    if config.task_source_path:
-        source = plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
-        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
-    tasks = _read_split(config, split)
+    """The tasks of "train" (endless; a file is shuffled anew for each epoch) or "eval" (finite, in the order
+    of the file or source). Those of "train" are a source's own object if it is told outcomes or keeps its
+    state, or a `Curriculum`. Raises ConfigError, PluginError if they cannot be loaded."""
     if split == "train":
-        return _distinct(_shuffled_epochs(tasks, seed))
-    return iter(tasks)
+        return _load_training_tasks(config, seed)
+    if config.task_source_path:
+        source = _load_source(config)
+        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
+    return iter(_read_split(config, split))
+
+
+def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
+    """With ids as they come, so a task that comes back has the id that it had before."""
+    if config.curriculum != "none":
+        tasks = _listed_tasks(config, seed)
+        return Curriculum(tasks, CURRICULA[config.curriculum], decay=config.curriculum_decay, seed=seed)
+    if not config.task_source_path:
+        return _shuffled_epochs(_read_split(config, "train"), seed)
+    source = _load_source(config)
+    first_pass = _call_source(source, config.task_source_path, seed)
+    if has_feedback(first_pass):
+        return cast(Iterator[Task], first_pass)
+    return _checked_passes(source, config.task_source_path, "train", seed, first_pass)
+
+
+def _load_source(config: RolloutConfig) -> TaskSource:
+    return plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
+
+
+def _call_source(source: TaskSource, path: str, seed: int) -> object:
+    """What the source returns for "train". Raises PluginError."""
+    try:
+        return source("train", seed)
+    except PluginError:
+        raise
+    except Exception as error:
+        raise _source_error(path, f"the split 'train' with seed {seed} raised {error!r}") from error
+
+
+def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
+    """The training tasks that the curriculum picks from, with distinct ids. Raises ConfigError if there are
+    too many or too few, or if the source picks its tasks by itself."""
+    field = "curriculum_tasks"
+    wanted = config.curriculum_tasks
+    if config.task_source_path:
+        path = config.task_source_path
+        source = _load_source(config)
+        first_pass = _call_source(source, path, seed)
+        if has_feedback(first_pass):
+            reason = f"the task source {path} is told outcomes and picks its tasks by itself"
+            raise ConfigError("curriculum", config.curriculum, reason, "leave --curriculum out")
+        passes = _checked_passes(source, path, "train", seed, first_pass, repeated=False)
+        tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
+    else:
+        tasks = _read_split(config, "train")[: wanted or None]
+    if len(tasks) > CURRICULUM_MAX_TASKS:
+        reason = f"there are more than {CURRICULUM_MAX_TASKS} training tasks, or they have no end"
+        fix = f"give --curriculum-tasks N, at most {CURRICULUM_MAX_TASKS}, to pick among the first N"
+        raise ConfigError(field, wanted, reason, fix)
+    if len(tasks) < wanted:
+        reason = f"there are {len(tasks)} training tasks"
+        raise ConfigError(field, wanted, reason, f"ask for at most {len(tasks)}, or 0 for all")
+    return tasks
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
@@ -64,7 +123,11 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
     if config.external_environments:
         _check_sendable(config, seed)
-    next(load_tasks(config, "train", seed))
+    tasks = load_tasks(config, "train", seed)
+    if isinstance(tasks, Curriculum) or not has_feedback(tasks):
+        next(tasks)
+    else:
+        check_feedback(config.task_source_path, lambda: load_tasks(config, "train", seed))
     if has_unnamed_set:
         load_eval_tasks(config, seed)
 
@@ -90,6 +153,19 @@ def label_notes(config: RolloutConfig) -> list[str]:
         elif all(label in (None, "", [], {}) for label in labels):
             notes.append(f"the labels of {file} (field {key!r}) are all empty")
     return notes
+
+
+def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
+    """Notes about a task source that is told outcomes and cannot keep them over a resume."""
+    if not config.task_source_path or config.curriculum != "none":
+        return []
+    tasks = load_tasks(config, "train", seed)
+    if isinstance(tasks, StateKeeper) or not isinstance(tasks, OutcomeRecorder):
+        return []
+    return [
+        f"{config.task_source_path} is told outcomes and has no state() and restore(): after a resume it "
+        "begins anew and knows none of them"
+    ]
 
 
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
@@ -121,26 +197,29 @@ def _check_one_place(config: RolloutConfig, file: str) -> None:
     raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
-_ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
-
-
-def _usable_id(name: str) -> bool:
-    """Whether an id is short and without lone surrogates. Ids are sent as JSON and are part of group ids."""
-    return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
-
-
-def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
-    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again.
-    Raises PluginError for whatever is wrong with the source."""
-    passes = count() if split == "train" else range(1)
-    for _ in passes:
+def _checked_passes(
+    source: TaskSource,
+    path: str,
+    split: str,
+    seed: int,
+    first_pass: object = None,
+    *,
+    repeated: bool = True,
+) -> Iterator[Task]:
+    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again,
+    unless not `repeated`. `first_pass`: what the first call returned, if it was made already. Raises
+    PluginError for whatever is wrong with the source."""
+    passes = count() if split == "train" and repeated else range(1)
+    for number in passes:
         task = None
         try:
-            for task in source(split, seed):
+            is_called = number == 0 and first_pass is not None
+            tasks = cast(Iterator[Task], first_pass) if is_called else source(split, seed)
+            for task in tasks:
                 if not isinstance(task, Task):
                     raise _source_error(path, f"{split!r} yielded a {type(task).__name__}, not a Task")
-                if not (isinstance(task.id, str) and _usable_id(task.id)):
-                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {_ID_FIX}")
+                if not is_usable_id(task.id):
+                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}")
                 yield task
         except PluginError:
             raise
@@ -156,15 +235,10 @@ def _source_error(path: str, reason: str) -> PluginError:
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
-    """The tasks with distinct ids: the n-th repeat of an id is "id@n"."""
-    occurrences: Counter[str] = Counter()
+    """The tasks with distinct ids."""
+    ids = DistinctIds()
     for task in tasks:
-        num_before = occurrences[task.id]
-        occurrences[task.id] += 1
-        if num_before:
-            yield replace(task, id=f"{task.id}@{num_before}")
-        else:
-            yield task
+        yield replace(task, id=ids.distinct(task.id))
 
 
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
@@ -294,10 +368,10 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
     """The id of a row as text. Raises ConfigError unless it is a usable string or an integer."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         text = str(value)
-        if _usable_id(text):
+        if is_usable_id(text):
             return text
     reason = f"{_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
-    raise ConfigError(field, file, reason, _ID_FIX)
+    raise ConfigError(field, file, reason, USABLE_ID_FIX)
 
 
 _EVAL_SET = re.compile(r"([\w.-]{1,64})=(.+)")

@@ -42,6 +42,8 @@ def check(config: Config) -> None:
         _advantages,
         _loss,
         _kl,
+        _difficulty,
+        _curriculum,
         _routing_replay,
         _evaluation,
         _engines,
@@ -113,6 +115,32 @@ def _schedule(config: Config) -> Contradictions:
     if train.lr_min > train.lr:
         reason = f"it is above lr = {train.lr}, the highest rate of the schedule"
         yield "train.lr_min", reason, "lower --lr-min or raise --lr"
+
+
+def _curriculum(config: Config) -> Contradictions:
+    rollout = config.rollout
+    if rollout.curriculum != "none":
+        return
+    for name in ("curriculum_tasks", "curriculum_decay"):
+        if getattr(rollout, name) != type(rollout).model_fields[name].default:
+            yield (
+                f"rollout.{name}",
+                "there is no curriculum",
+                "add --curriculum learnability, or leave it out",
+            )
+
+
+def _difficulty(config: Config) -> Contradictions:
+    buffer = config.buffer
+    if buffer.difficulty_low > buffer.difficulty_high:
+        reason = f"it is above difficulty_high = {buffer.difficulty_high}, so no group would be kept"
+        yield "buffer.difficulty_low", reason, "lower --difficulty-low or raise --difficulty-high"
+    if buffer.group_filter == "medium_difficulty":
+        return
+    for name in ("difficulty_low", "difficulty_high", "difficulty_groups"):
+        if getattr(buffer, name) != type(buffer).model_fields[name].default:
+            fix = "add --group-filter medium_difficulty, or leave it out"
+            yield f"buffer.{name}", f"the group filter {buffer.group_filter!r} does not read it", fix
 
 
 def _batch(config: Config) -> Contradictions:

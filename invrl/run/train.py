@@ -31,7 +31,7 @@ from invrl.observe.report import has_curve, write_report
 from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.tasks import label_notes
+from invrl.rollout.tasks import feedback_notes, label_notes
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
@@ -102,7 +102,7 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
         logger.warning("%s", finding)
         observer.note(finding)
     if not config.run.debug_train_only:
-        for sentence in label_notes(config.rollout):
+        for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
 
 
