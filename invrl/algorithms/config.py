@@ -226,7 +226,27 @@ class AlgorithmConfig(Section):
     """The axes: advantage x ratio level x surrogate x off-policy correction x aggregation x KL."""
 
     objective: str = Field(
-        "rl", description="what a step minimizes: 'rl' (these axes), or module:name of an Objective"
+        "rl",
+        description="what a step minimizes: 'rl' (these axes); 'distillation' (these axes, towards a "
+        "teacher); on given rows 'sft', 'dpo', 'ipo', 'orpo', 'simpo', 'kto'; or module:name of an Objective",
+    )
+    preference_beta: PositiveFloat = Field(
+        0.1,
+        description="how closely dpo, ipo (its tau) and kto hold to the reference",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0.0, lt=0.5, description="share of pairs whose label is taken to be wrong (dpo, simpo)"
+    )
+    simpo_beta: PositiveFloat = Field(2.0, description="factor of simpo's rewards per token")
+    simpo_gamma: NonNegativeFloat = Field(
+        0.5, description="simpo's target margin between chosen and rejected (the authors' code: gamma / beta)"
+    )
+    orpo_lambda: PositiveFloat = Field(0.1, description="weight of orpo's odds-ratio loss beside its NLL")
+    kto_desirable_weight: NonNegativeFloat = Field(
+        1.0, description="weight of the loss of desirable rows (kto)"
+    )
+    kto_undesirable_weight: NonNegativeFloat = Field(
+        1.0, description="weight of the loss of undesirable rows (kto)"
     )
     algorithm_preset: PresetName = Field(
         "", description="a preset of these fields by name; a field that is given takes precedence"
@@ -387,6 +407,8 @@ class AlgorithmConfig(Section):
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""
         sentences: list[str] = []
+        if self.objective not in ("rl", "distillation"):
+            return sentences
         if self.current_is_old and self.policy_loss in ("clip", "cispo"):
             settings = "eps_clip_low, eps_clip_high"
             if self.policy_loss == "clip":

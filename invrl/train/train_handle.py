@@ -44,15 +44,18 @@ class TrainHandle:
         layout: ParallelLayout,
         num_minibatches: int,
         cost: ComputeCost = UNKNOWN_MODEL,
+        add_rows: Callable[[TrainBatch], TrainBatch] | None = None,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
+        """`add_rows`: what the objective adds to every batch that is trained."""
         self._actors = list(actors)
         self._layout = layout
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
         self._cost = cost
+        self._add_rows = add_rows
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._processes: Mapping[int, Pulse] = {}
@@ -84,6 +87,8 @@ class TrainHandle:
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
+        if self._add_rows is not None:
+            batch = self._add_rows(batch)
         results = await self._call_with_shards(TrainActor.train, self._shards(batch))
         phases = sorted({phase for result in results.values() for phase in result.seconds})
         seconds = {
