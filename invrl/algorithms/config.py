@@ -32,7 +32,9 @@ class AlgorithmConfig(Section):
     """The axes: advantage x ratio level x surrogate x off-policy correction x aggregation x KL."""
 
     objective: str = Field(
-        "rl", description="what a step minimizes: 'rl' (these axes), or module:name of an Objective"
+        "rl",
+        description="what a step minimizes: 'rl' (these axes); 'sft' on --data-path; or module:name of an "
+        "Objective",
     )
     algorithm_preset: Literal["", "grpo", "dr_grpo", "dapo"] = Field(
         "", description="a preset of these fields by name; a field that is given takes precedence"

@@ -27,6 +27,7 @@ Coupling = Callable[["RowTable"], Mapping[str, "NDArray[np.float64]"]]
 """From all rows of a mini-batch to more numbers for each of them, [M] by name."""
 
 POLICY_GRADIENT = "rl"
+SUPERVISED = "sft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +47,25 @@ class Needs:
 
 
 def is_built_in(name: str) -> bool:
-    return name == POLICY_GRADIENT
+    return name in (POLICY_GRADIENT, SUPERVISED)
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
     """Raises PluginError for a user's objective that cannot be loaded, or whose needs are something else."""
     if config.objective == POLICY_GRADIENT:
         return Needs(old=config.old_logprobs == "recompute", reference=config.kl_coef > 0)
+    if config.objective == SUPERVISED:
+        return Needs()
     return _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:
     """The built-in of that name with these settings, or the user's function at `module:name`. Raises
     PluginError."""
+    if config.objective == SUPERVISED:
+        from invrl.algorithms.supervised import sft_loss
+
+        return partial(sft_loss, config=config)
     if config.objective != POLICY_GRADIENT:
         return load_plugin(config.objective, "objective", Objective)
     from invrl.algorithms.losses import policy_loss

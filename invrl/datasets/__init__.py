@@ -1,4 +1,4 @@
 """Conversations in files, for objectives that train without rollouts: read, tokenised and made into batches.
 
-May import `host`, `store` and the gateway's rendering. Start with `dataset.py`.
+May import `store`, and the types, the chat dialect and the rendering of `gateway`. Start with `dataset.py`.
 """

@@ -96,8 +96,8 @@ def _find_reply(renderer: Renderer, prompt: Prompt, place: int) -> _Reply:
     fix = "leave the row out, or choose another template with --chat-template-path"
     if not answered.startswith(asked):
         reason = (
-            f"message {place} (from 0) is written by the chat template in another way than it asks for such a "
-            "reply"
+            f"message {place} (from 0) is written by the chat template in another way than it asks for "
+            "such a reply"
         )
         if asked.rstrip().endswith("<think>"):
             fix = f"give the message its `reasoning_content`, which the template asks for; or {fix}"

@@ -29,7 +29,7 @@ class DataConfig(Section):
     )
     data_kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
         "auto",
-        description="what a row is; auto: by the objective, for one of your own by the fields of the first row",
+        description="what a row is; auto: by the objective, for one of your own by the first row's fields",
     )
     data_batch_size: PositiveInt = Field(
         32, description="rows in one training batch: conversations, pairs or labelled replies"

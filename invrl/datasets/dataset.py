@@ -59,7 +59,8 @@ class Dataset:
     order: RowOrder
 
     def step(self, step: int) -> StepData:
-        """The data of a step, from 1. Raises ConfigError for a row that is too long if the settings say so."""
+        """The data of a step, from 1. Raises ConfigError for a row that cannot be trained where `overlong` is
+        "refuse"."""
         samples: list[TrainSample] = []
         skipped = 0
         unusable: list[str] = []

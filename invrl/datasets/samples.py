@@ -47,8 +47,8 @@ class RowTokenizer:
             of_side = branches(self.renderer, dialogue)
             if self.kind != "conversations" and len(of_side) > 1:
                 reason = (
-                    f"the chat template writes its history anew for each of {len(of_side)} replies, so they are "
-                    "no one row, as this objective needs"
+                    f"the chat template writes the history anew for each of {len(of_side)} replies, and this "
+                    "objective needs one sequence"
                 )
                 fix = "give only the last reply behind the prompt; with thinking, add --keep-thinking"
                 raise UnusableRowError(reason, fix)
@@ -56,6 +56,17 @@ class RowTokenizer:
         if not all(sides):
             return []
         return list(self._label(row, sides, f"{epoch}/{row.number}"))
+
+    def shown(self, sample: TrainSample) -> str:
+        """The text of a sample, what is trained of it in [[ ]]."""
+        parts: list[str] = []
+        begin = 0
+        changes = np.flatnonzero(np.diff(sample.loss_mask_T.astype(np.int8))) + 1
+        for end in [*changes.tolist(), len(sample.tokens_T)]:
+            text = self.renderer.decode(sample.tokens_T[begin:end].tolist())
+            parts.append(f"[[{text}]]" if sample.loss_mask_T[begin] else text)
+            begin = end
+        return "".join(parts)
 
     def _fitting(self, of_side: list[Branch]) -> list[Branch]:
         """Without what is too long."""

@@ -8,7 +8,7 @@ folder as its precondition and does not repeat it."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from invrl.cli.checks import machine_checks, model_checks, settings_checks
+from invrl.cli.checks import data_checks, machine_checks, model_checks, settings_checks
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.machine import Machine
 from invrl.run.config import Config
@@ -30,7 +30,7 @@ class Check:
     look: Callable[[Config, Machine], object]
     commands: frozenset[str]
     trainer_alone: bool = False
-    """Whether `--debug-train-only` needs it (that mode starts no engine, no gateway and no rollouts)."""
+    """Whether a run of the trainer alone needs it, which starts no engine, no gateway and no rollouts."""
     needs: str = ""
     """An earlier check that must have passed. Empty: none."""
 
@@ -89,6 +89,7 @@ CHECKS = (
     _of_settings("tasks", settings_checks.check_tasks, TRAIN),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
+    _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
     _of_settings(_ROUTER, settings_checks.check_router, EVERY),
@@ -131,7 +132,7 @@ CHECKS = (
 
 def checks_of(command: str, config: Config) -> list[Check]:
     """Those that `invrl COMMAND` makes with this configuration."""
-    alone = config.run.debug_train_only
+    alone = config.trains_alone
     return [check for check in CHECKS if command in check.commands and (check.trainer_alone or not alone)]
 
 

@@ -128,7 +128,8 @@ class JinjaTemplate(Template):
         )
         if not with_marks:
             return rendered[0], []
-        return rendered[0], marks[0]
+        # transformers declares the rendered text's type for these too.
+        return rendered[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
     def _shows_probe(self) -> bool:
         try:
