@@ -21,6 +21,7 @@ from invrl.run.checkpoint_scores import HELD_OUT_LOSS, held_out_losses
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
+from invrl.run.data import check_unchanged
 from invrl.run.loop import step_notes, train_values
 from invrl.run.resume import Start, describe_start, is_finished
 from invrl.run.save_schedule import SaveSchedule
@@ -49,6 +50,7 @@ async def train_on_data(
     observer.note(describe_start(folder, start, num_steps=last_step))
     if is_finished(folder, start, num_steps=last_step):
         return
+    check_unchanged(config, folder, first_step=start.step)
     observer.phase("starting", 0)
     folder.finished_path.unlink(missing_ok=True)
     async with start_trainer(config, folder) as trainer:

@@ -53,6 +53,8 @@ class RunFolder:
     report_path = Below("report")
     rollout_data_path = Below("rollout_data")
     """Training batches, one file per step (`store/batch_file.py`)."""
+    data_digests_path = Below("data.json")
+    """Of a run on a file: the checksums of its files, by setting."""
     phase_path = Below("phase.json")
     """What the driver does now, as JSON: pid, step, phase."""
     finished_path = Below("finished")
