@@ -11,6 +11,7 @@ from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
 from invrl.cli.checks.checklist import checks_of
+from invrl.cli.checks.data_checks import check_data
 from invrl.run import supervisor
 from invrl.run.config import Config, Source, resolve
 
@@ -213,9 +214,6 @@ def test_a_run_on_a_file_needs_no_check_of_what_it_does_not_start(data: Path, mo
     names = {check.name for check in checks_of("train", configuration(data, model))}
     assert {"model folder", "chat template", "training data", "trainer memory"} <= names
     assert not {"rollout function", "tasks", "router", "gateway port", "servable model"} & names
-    [check] = [
-        check for check in checks_of("train", configuration(data, model)) if check.name == "training data"
-    ]
-    seen = check.look(configuration(data, model), look_at_machine())
+    seen = check_data(configuration(data, model))
     assert seen.startswith("1 rows (conversations), rows of up to")
     assert seen.endswith("1 held out")
