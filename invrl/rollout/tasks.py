@@ -7,18 +7,12 @@ occurred before are called "id@1", "id@2", ...; the buffer does the same for "tr
 `load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the buffer and the
 evaluation."""
 
-import datetime
-import decimal
-import json
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
-from pathlib import Path
 from typing import cast
-
-import orjson
 
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
@@ -28,11 +22,9 @@ from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
 from invrl.rollout.source_check import check_feedback, has_feedback
 from invrl.store.lease_store import encoded_task
+from invrl.store.row_file import Rows, read_rows, row_unit
 from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types import Json, Task
-
-_Rows = list[tuple[int, dict[str, Json]]]
-"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of a Parquet file."""
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
@@ -265,7 +257,7 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
         if ids is not None:
             task_id = _id_text(ids[index], field, file, number)
         if task_id in first_number:
-            reason = f"{_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
+            reason = f"{row_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
             raise ConfigError(field, file, reason, "make ids unique")
         first_number[task_id] = number
         label = None
@@ -275,78 +267,17 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
     return tasks
 
 
-def _is_parquet(file: str) -> bool:
-    return file.lower().endswith(".parquet")
-
-
-def _unit(file: str) -> str:
-    """What error messages call one task's place in the file."""
-    return "row" if _is_parquet(file) else "line"
-
-
-def _field_names(rows: _Rows) -> str:
+def _field_names(rows: Rows) -> str:
     _, first_row = rows[0]
     return ", ".join(sorted(first_row))
 
 
-def _read_rows(field: str, file: str) -> _Rows:
+def _read_rows(field: str, file: str) -> Rows:
     """At least one row. Raises ConfigError."""
-    if _is_parquet(file):
-        fix = "give a Parquet file, one row per task"
-    else:
-        fix = "give a JSONL file in UTF-8, one JSON object per line"
-    try:
-        if _is_parquet(file):
-            rows = _parquet_rows(file)
-        else:
-            rows = _json_rows(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
-    if not rows:
-        raise ConfigError(field, file, "has no tasks", fix)
-    return rows
+    return read_rows(field, file, of="tasks", each="task")
 
 
-def _json_rows(text: str) -> _Rows:
-    rows: _Rows = []
-    # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number} is a JSON {type(row).__name__}, not an object")
-        rows.append((number, row))
-    return rows
-
-
-def _parquet_rows(file: str) -> _Rows:
-    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs, times become ISO 8601,
-    decimals become floats, NaN and infinity become null."""
-    from pyarrow import parquet
-
-    rows: _Rows = []
-    for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
-        try:
-            encoded = orjson.dumps(row, default=_json_value)
-        except orjson.JSONEncodeError as error:
-            raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
-        rows.append((number, orjson.loads(encoded)))
-    return rows
-
-
-def _json_value(value: object) -> float | str:
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    if isinstance(value, datetime.date | datetime.time):  # includes pandas' types, if it is installed
-        return value.isoformat()
-    raise TypeError
-
-
-def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
+def _column(rows: Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
     """The value of `key` in each row. None if no row has the key and `key` is the default of the setting
     `key_field`. Raises ConfigError, which names the first row without the key."""
     numbers_without = [number for number, row in rows if key not in row]
@@ -355,7 +286,7 @@ def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> lis
     is_default = key == RolloutConfig.model_fields[key_field].default
     if len(numbers_without) == len(rows) and is_default:
         return None
-    unit = _unit(file)
+    unit = row_unit(file)
     first_number, _ = rows[0]
     reason = (
         f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
@@ -370,7 +301,7 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
         text = str(value)
         if is_usable_id(text):
             return text
-    reason = f"{_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
+    reason = f"{row_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
     raise ConfigError(field, file, reason, USABLE_ID_FIX)
 
 

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE
 from invrl.algorithms.objectives import is_built_in, needs_of
+from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
+from invrl.section import Section
 from invrl.train.activations import recomputed_modules
 from invrl.weights.config import WeightSyncConfig
 
@@ -35,24 +37,7 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
-    subjects = (
-        _modes,
-        _schedule,
-        _batch,
-        _advantages,
-        _loss,
-        _kl,
-        _difficulty,
-        _curriculum,
-        _routing_replay,
-        _evaluation,
-        _engines,
-        _external_engines,
-        _deadlines,
-        _determinism,
-        _weight_sync,
-    )
-    for subject in subjects:
+    for subject in _ON_DATA if config.trains_on_data else _WITH_ROLLOUTS:
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
     for field, reason, fix in _secrets(config):
@@ -60,6 +45,80 @@ def check(config: Config) -> None:
     for field, value in values.items():  # counts are sent as int32 (token ids, positions, versions)
         if isinstance(value, int) and abs(value) > _MAX_COUNT:
             raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
+
+
+def _data(config: Config) -> Contradictions:
+    """Training on a file."""
+    data = config.data
+    objective = config.algorithm.objective
+    if objective == "rl":
+        reason = "it trains on rollouts, and data_path is given, which makes none"
+        fix = f"add --objective {', '.join(KIND_OF_OBJECTIVE)} or one of your own; or leave --data-path out"
+        yield "algorithm.objective", reason, fix
+    if data.data_kind not in ("auto", KIND_OF_OBJECTIVE.get(objective, data.data_kind)):
+        reason = f"the objective {objective} trains on {KIND_OF_OBJECTIVE[objective]}"
+        yield "data.data_kind", reason, "leave it out, or choose another --objective"
+    if data.data_eval_path and data.data_eval_fraction:
+        reason = f"held-out rows come from the file {data.data_eval_path}"
+        yield "data.data_eval_fraction", reason, "give one of --data-eval-path and --data-eval-fraction"
+    if config.algorithm.num_minibatches > data.data_batch_size:
+        reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
+        yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --data-batch-size"
+    if data.data_batch_size < config.train.data_parallel_size:
+        reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
+        yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --data-batch-size"
+    holds_out = bool(data.data_eval_path or data.data_eval_fraction)
+    if config.rollout.eval_interval and not holds_out:
+        reason = "no rows are held out that it could evaluate on"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --eval-interval out"
+        yield "rollout.eval_interval", reason, fix
+    if config.run.keep_best and not holds_out:
+        reason = "the best checkpoints are those of the lowest held-out loss, and no rows are held out"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --keep-best out"
+        yield "run.keep_best", reason, fix
+    for name in ("debug_train_only", "debug_rollout_only"):
+        if getattr(config.run, name):
+            yield f"run.{name}", "a run on data_path starts the trainer alone by itself", "leave it out"
+    if config.train.routing_replay != "none":
+        reason = "no engine has chosen experts, and the data's rows have one pass"
+        yield "train.routing_replay", reason, "leave it out"
+    yield from _of_rollouts(config)
+
+
+def _without_data(config: Config) -> Contradictions:
+    objective = config.algorithm.objective
+    if objective in KIND_OF_OBJECTIVE:
+        reason = f"the objective {objective} trains on a file, and none was given"
+        yield "data.data_path", reason, f"give --data-path FILE.jsonl, with {KIND_OF_OBJECTIVE[objective]}"
+    for name, default in _defaults(config.data):
+        if getattr(config.data, name) != default:
+            fix = "give --data-path too, with --objective sft for example; or leave it out"
+            yield f"data.{name}", "it is read only where a run trains on data_path", fix
+
+
+def _of_rollouts(config: Config) -> Contradictions:
+    """Settings of what a run on a file does not start."""
+    used = {
+        "rollout": ("eval_interval",),
+        "engine": ("engine_dtype",),
+        "gateway": ("chat_template_path", "keep_thinking"),
+        "buffer": (),
+        "weight_sync": (),
+    }
+    for table, section in config:
+        for name, default in _defaults(section) if table in used else ():
+            if name not in used[table] and getattr(section, name) != default:
+                reason = f"with data_path = {config.data.data_path!r} there are no rollouts and no engine"
+                yield f"{table}.{name}", reason, "leave it out, or leave --data-path out"
+    for table in ("sglang", "router"):
+        for name in getattr(config, table):
+            yield f"{table}.{name}", "with data_path there is neither engine nor router", "leave it out"
+
+
+def _defaults(section: Section) -> Iterator[tuple[str, object]]:
+    """The settings of a section with their defaults."""
+    for name, info in type(section).model_fields.items():
+        yield name, info.get_default(call_default_factory=True)
 
 
 def _modes(config: Config) -> Contradictions:
@@ -163,6 +222,8 @@ def _batch(config: Config) -> Contradictions:
         and not needs_of(algorithm).reference
     ):
         reason = "kl_coef is 0, so no reference is computed"
+        if algorithm.objective != "rl":
+            reason = f"the objective {algorithm.objective} has no reference"
         yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
 
 
@@ -477,6 +538,27 @@ def _determinism(config: Config) -> Contradictions:
             "engine computes at the same time and on the order in which rollouts end"
         )
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
+
+
+_ON_DATA = (_modes, _data, _schedule, _loss)
+_WITH_ROLLOUTS = (
+    _modes,
+    _without_data,
+    _schedule,
+    _batch,
+    _advantages,
+    _loss,
+    _kl,
+    _difficulty,
+    _curriculum,
+    _routing_replay,
+    _evaluation,
+    _engines,
+    _external_engines,
+    _deadlines,
+    _determinism,
+    _weight_sync,
+)
 
 
 def _secrets(config: Config) -> Contradictions:

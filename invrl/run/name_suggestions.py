@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _FOREIGN_NAMES: dict[str, str] = {
     "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
     "task_file": (
-        "dataset datasets dataset_name dataset_path data data_path data_file train_data train_file"
+        "dataset datasets dataset_name dataset_path data data_file train_data train_file"
         " train_files prompt_data prompts tasks"
     ),
     "eval_task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",

@@ -37,11 +37,13 @@ from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
+from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import report_failures
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
 from invrl.run.verification_socket import answer_verifications
@@ -70,8 +72,13 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         start = start_at_zero(folder)
     else:
         start = find_start(folder, checkpoints, config.model.folder)
+    data = None
+    num_steps = config.run.num_steps
+    if config.trains_on_data:
+        data = load_run_data(config)
+        num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
-    display = open_progress(config.run.progress, config.run.num_steps)
+    display = open_progress(config.run.progress, num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
     _note_settings(config, folder, start, observer)
     try:
@@ -81,6 +88,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
                 # Not within the event loop: here an interrupt ends it at once.
                 checkpoint.check(config.model.folder)
             interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
+        elif data is not None:
+            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
         else:
             run = _TrainingRun(config, folder, checkpoints, observer, phase, start)
             interrupts.run(run.run())
@@ -101,7 +110,7 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
     for finding in start.findings:
         logger.warning("%s", finding)
         observer.note(finding)
-    if not config.run.debug_train_only:
+    if not config.trains_alone:
         for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
 

@@ -138,17 +138,7 @@ class TrainStep:
         ):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
-                work = [
-                    _loss_work(
-                        mini_batch,
-                        micro_batch,
-                        old,
-                        reference,
-                        numbers,
-                        with_staleness=self.algorithm.old_logprobs == "interpolated",
-                    )
-                    for micro_batch in packed_rows.micro_batches
-                ]
+                work = self._loss_work(mini_batch, packed_rows, old, reference, numbers)
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
             seconds["forward_backward"] -= self._loss_seconds
@@ -183,6 +173,21 @@ class TrainStep:
             metrics=metrics,
             seconds=seconds,
         )
+
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        """The objective's metrics of rows that are not trained: no weight and no state changes. `loss` is the
+        objective's own metric of that name, and its loss where it has none. Nothing on a pipeline stage that
+        is not the last."""
+        seconds: dict[str, float] = {}
+        packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+        reference_by_part = self._reference_logprobs(packed, seconds)
+        measured: list[dict[str, Metric]] = []
+        for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
+            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
+            work = self._loss_work(mini_batch, packed_rows, None, reference, numbers)
+            with torch.no_grad():
+                measured += self._run_schedule(self._evaluation_step, work, forward_only=True)
+        return merge(measured)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
         """How the mini-batch's tokens were spread over the experts. `balance`: then the routers' biases make
@@ -298,6 +303,21 @@ class TrainStep:
         with _timed(seconds, "reference"), self.reference.in_place():
             return [*self._forward(unrouted)]
 
+    def _loss_work(
+        self,
+        mini_batch: TrainBatch,
+        packed: _Packed,
+        old: _SampleLogprobs | None,
+        reference: _SampleLogprobs | None,
+        numbers: Sequence[Mapping[str, float]],
+    ) -> list[_LossWork]:
+        """One for each micro-batch."""
+        with_staleness = self.algorithm.old_logprobs == "interpolated"
+        return [
+            _loss_work(mini_batch, micro_batch, old, reference, numbers, with_staleness=with_staleness)
+            for micro_batch in packed.micro_batches
+        ]
+
     def _row_numbers(
         self,
         mini_batch: TrainBatch,
@@ -394,6 +414,20 @@ class TrainStep:
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
 
         return logprobs_N, compute_loss
+
+    def _evaluation_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Megatron's forward step where the metrics of the loss are all that is wanted."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None
+        logprobs_N, entropy_N = output
+
+        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
+            outputs = self._objective(item.loss_inputs(current_N=current_N, entropy_N=entropy_N))
+            return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
+
+        return logprobs_N, measure
 
 
 def _micro_batches(packed: Sequence[_Packed]) -> list[MicroBatch]:

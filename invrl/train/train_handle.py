@@ -20,7 +20,7 @@ from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.metrics import merge
+from invrl.metrics import Metric, merge
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import Shard, shard_batch
@@ -101,6 +101,13 @@ class TrainHandle:
             metrics=merge(result.metrics for result in reported),
             seconds=seconds,
         )
+
+    async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
+        """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
+        TrainError, DeadlineError."""
+        shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
+        measured = await self._call_with_shards(TrainActor.evaluate, shards)
+        return merge(self._reported(measured))
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         answers = await self._call_model_copy(TrainActor.logprobs, prompts)
