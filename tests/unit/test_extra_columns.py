@@ -365,6 +365,8 @@ async def test_the_turns_of_children_have_numbers_and_the_rollout_is_their_paren
     await attach(gateway, parent, {"numbers": {"score": 0.5}})
     outcome = await gateway.finish(parent)
     assert isinstance(outcome, RolloutSummary)
+    own_id, child_id, _ = (turn_id.removeprefix("chatcmpl-") for turn_id in ids)
+    assert outcome.turn_numbers == {own_id: {"weight": 2.0}, child_id: {"weight": 6.0}}
     rows = batch_of(gateway.store, outcome).samples
     assert [set(trained(row, "weight")) for row in rows] == [{2.0}, {6.0}]
     assert [set(trained(row, "process_reward")) for row in rows] == [{20.0}, {30.0}]
