@@ -51,7 +51,7 @@ def _fault_at(value: object, place: str) -> str:
     if isinstance(value, str):
         is_unicode = value.encode(errors="replace").decode() == value
         return "" if is_unicode else f"{place} has lone surrogates: {_shown(value)}"
-    if isinstance(value, float):
+    if type(value) is float:
         return "" if math.isfinite(value) else f"{place} is {value}, which JSON does not have"
     if type(value) is list:
         faults = (
@@ -60,7 +60,11 @@ def _fault_at(value: object, place: str) -> str:
         return next((fault for fault in faults if fault), "")
     if type(value) is dict:
         return _fault_in(cast("Mapping[object, object]", value), place)
-    fix = "; write a list" if isinstance(value, tuple | set | frozenset) else ""
+    fix = ""
+    if isinstance(value, tuple | set | frozenset):
+        fix = "; write a list"
+    elif hasattr(value, "tolist"):  # numpy and torch
+        fix = "; write its tolist()"
     return f"{place} is a {type(value).__name__}, {_shown(value)}, which JSON does not have{fix}"
 
 

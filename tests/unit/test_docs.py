@@ -28,7 +28,10 @@ from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.errors import SessionError
+from invrl.plugins import takes_history
+from invrl.rollout.source_check import check_feedback
 from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
+from invrl.types import Group, GroupOutcome, TaskHistory, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -308,6 +311,44 @@ def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
     expected = (0.25 + 4.0 - 0.01 * 1.75) / 3
     assert call(slice(None)).item() == pytest.approx(expected)
     assert (call(slice(0, 2)) + call(slice(2, 3))).item() == pytest.approx(expected)
+
+
+def test_the_examples_of_a_filter_and_a_task_source_work() -> None:
+    filters, source = (one for one in of_language("python") if one.page == "docs/extend/tasks.md")
+    module: dict[str, Any] = {}
+    for snippet in (filters, source):
+        exec(compile(snippet.text, snippet.place, "exec"), module)
+
+    def ended(task_id: str, num_solved: int) -> GroupOutcome:
+        rewards_G = (1.0,) * num_solved + (0.0,) * (4 - num_solved)
+        return GroupOutcome(
+            task_id=task_id, group_id="g", version=WeightVersion(0), rewards_G=rewards_G,
+            num_solved=num_solved, complete=True,
+        )  # fmt: skip
+
+    group = Group(id="g", task_id="t", rollouts_G=())
+    for solved, verdict in (
+        ([4, 4], "solved_twice"),
+        ([4, 3], None),
+        ([4], None),
+        ([0, 4, 4], "solved_twice"),
+    ):
+        history = TaskHistory(task_id="t", recent=tuple(ended("t", count) for count in solved))
+        assert module["not_again"](group, history=history) == verdict
+    assert takes_history(module["not_again"])
+
+    check_feedback("my_tasks:levels", lambda: module["levels"]("train", 3))
+    tasks = module["levels"]("train", 3)
+    for _ in range(19):
+        tasks.record(ended(next(tasks).id, 4))
+    restored = module["levels"]("train", 3)
+    restored.restore(tasks.state())
+    last_easy = next(restored)
+    assert last_easy == next(tasks)
+    assert last_easy.id.startswith("1-")
+    restored.record(ended(last_easy.id, 4))
+    assert next(restored).id.startswith("2-")
+    assert len({task.id for task in module["levels"]("eval", 3)}) == 50
 
 
 def test_data_parses() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from invrl.errors import PluginError
@@ -233,6 +234,8 @@ def test_json_comes_back_as_it_was(state: Any) -> None:
         ([float("inf")], r"state\(\)\[0\] is inf"),
         (["\ud800"], r"state\(\)\[0\] has lone surrogates"),
         ({"\ud800": 1}, "surrogates"),
+        ([np.float64(0.5)], r"state\(\)\[0\] is a float64, .* write its tolist\(\)"),
+        ({"w": np.zeros(2)}, r"state\(\)\['w'\] is a ndarray, .* write its tolist\(\)"),
         (b"bytes", r"state\(\) is a bytes"),
         (object(), r"state\(\) is a object"),
         ([Unshowable()], "which cannot be shown"),
