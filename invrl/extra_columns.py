@@ -24,13 +24,14 @@ RESERVED_NAMES = frozenset(
         "old",
         "reference",
         "returns",
+        "reward_shaping",
         "rewards",
         "rollout",
         "teacher",
         "values",
     }
 )
-"""Columns of a row that invrl computes itself."""
+"""Columns and numbers of a row that invrl computes itself."""
 MAX_COLUMNS = 64
 """Most columns that a run may declare."""
 MAX_COLUMN_NAME = 64

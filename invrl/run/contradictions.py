@@ -231,9 +231,6 @@ def _advantages(config: Config) -> Contradictions:
     algorithm = config.algorithm
     name = algorithm.advantage
     samples = config.rollout.n_samples_per_prompt
-    if algorithm.token_level:
-        reason = f"{name} needs the values of a critic, which this version does not train"
-        yield "algorithm.advantage", reason, "use one of the others, reinforce_pp for example"
     if samples == 1 and name in GROUP_RELATIVE:
         reason = f"{name} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
@@ -252,7 +249,15 @@ def _advantages(config: Config) -> Contradictions:
     if algorithm.reward_columns and not algorithm.token_level:
         reason = f"the advantage {name} has no rewards of tokens"
         yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
+    declared = config.gateway.declared_columns
+    for column in algorithm.reward_columns:
+        if column not in declared or declared[column].level == "rollout":
+            reason = f"extra_columns declares no column {column!r} of tokens or turns"
+            yield "algorithm.reward_columns", reason, f"add --extra-columns {column}:token, or leave it out"
     yield from _overlong(config)
+    if algorithm.token_level:
+        reason = f"{name} needs the values of a critic, which this version does not train"
+        yield "algorithm.advantage", reason, "use one of the others, reinforce_pp for example"
 
 
 def _overlong(config: Config) -> Contradictions:

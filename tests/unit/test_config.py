@@ -201,6 +201,14 @@ def test_the_tree_is_frozen() -> None:
             ["--overlong-buffer", "15", "--max-new-tokens", "14"],
             "algorithm.overlong_buffer", "14 tokens", "--overlong-length",
         ),
+        (
+            ["--advantage", "gae", "--reward-columns", "progress", "--extra-columns", "progress:rollout"],
+            "algorithm.reward_columns", "of tokens or turns", "--extra-columns progress:token",
+        ),
+        (
+            ["--advantage", "gae", "--reward-columns", "progress", "--extra-columns", "progress:turn"],
+            "algorithm.advantage", "critic", "reinforce_pp",
+        ),
         (["--overlong-length", "99"], "algorithm.overlong_length", "is 0", "--overlong-buffer"),
         (["--overlong-penalty", "2"], "algorithm.overlong_penalty", "overlong_buffer, is 0", "leave"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
