@@ -21,9 +21,12 @@ def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
     KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m), over the whole batch;
     TRL pairs within the rows that one process tokenizes together. A mismatched row is in the group of its
     prompt, so that it comes into the same mini-batch; answers are cut where a row would have more than
-    `max_tokens` (0: no limit). Raises TrainError for a single row: its own answer is no other answer.
+    `max_tokens` (0: no limit). A batch that trains nothing stays as it is. Raises TrainError for a single
+    row: its own answer is no other answer.
     """
     trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
+    if not trained:
+        return batch
     if len(trained) < 2:
         raise TrainError(
             f"batch {batch.batch_id} has {len(trained)} rows to train; kto compares each with another one"

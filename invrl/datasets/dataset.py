@@ -76,6 +76,9 @@ class Dataset:
                 continue
             samples += of_row
             skipped += not of_row
+        if self._lacks_another(samples):
+            samples = []
+            skipped += 1
         return StepData(
             batch=batch_of(samples, step=step),
             rows=len(draws),
@@ -95,7 +98,15 @@ class Dataset:
             )
             fix = "raise --max-row-tokens, hold out shorter rows, or set --data-overlong truncate"
             raise ConfigError(_EVAL_PATH, self.held_out_file, reason, fix)
+        if self._lacks_another(samples):
+            reason = "one labelled row is held out, and its loss needs another one to compare with"
+            raise ConfigError(_EVAL_PATH, self.held_out_file, reason, "hold out two rows or more")
         return batch_of(samples, step=0)
+
+    def _lacks_another(self, samples: list[TrainSample]) -> bool:
+        """Whether this is the one labelled row of a batch: kto compares each row with another one
+        (`algorithms/mismatched_rows.py`)."""
+        return self.tokenizer.kind == "labels" and len(samples) == 1
 
     def check_tokens(self) -> str:
         """Tokenises the held-out rows and a part of the others. Returns what it saw. Raises ConfigError."""

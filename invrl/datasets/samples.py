@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | conversations | one per branch | of the row | of the row | |
 | pairs | chosen, rejected | of the row | of the side | `chosen`: 1 or 0 |
-| labels | one | of the row | of the row | `label`: 1 or 0 |
+| labels | one | of the row | of the row | `desirable`: 1 or 0 |
 
 So the partner of a pair's row is the other row of its group. A side of a pair, and a labelled reply, is one
 branch: an objective compares sums over whole replies. `group_id` names the pass over the file too, because a
@@ -26,7 +26,7 @@ from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 CHOSEN = "chosen"
 """Number of a pair's samples: 1 on the chosen side, 0 on the rejected one."""
-LABEL = "label"
+DESIRABLE = "desirable"
 """Number of a labelled sample: 1 for a good reply, 0 for a bad one."""
 
 
@@ -97,7 +97,7 @@ class RowTokenizer:
             return
         numbers = {}
         if row.label is not None:
-            numbers = {LABEL: float(row.label)}
+            numbers = {DESIRABLE: float(row.label)}
         for branch in sides[0]:
             yield _sample(branch, group=name, rollout=name, numbers=numbers)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE
-from invrl.algorithms.objectives import is_built_in, needs_of
+from invrl.algorithms.objectives import ON_ROLLOUTS, is_built_in, needs_of
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.section import Section
@@ -51,7 +51,7 @@ def _data(config: Config) -> Contradictions:
     """Training on a file."""
     data = config.data
     objective = config.algorithm.objective
-    if objective == "rl":
+    if objective in ON_ROLLOUTS:
         reason = "it trains on rollouts, and data_path is given, which makes none"
         fix = f"add --objective {', '.join(KIND_OF_OBJECTIVE)} or one of your own; or leave --data-path out"
         yield "algorithm.objective", reason, fix
@@ -64,6 +64,9 @@ def _data(config: Config) -> Contradictions:
     if config.algorithm.num_minibatches > data.data_batch_size:
         reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --data-batch-size"
+    if objective == "kto" and data.data_batch_size == 1:
+        reason = "kto compares each row of a batch with another one"
+        yield "data.data_batch_size", reason, "set it to 2 or more"
     if data.data_batch_size < config.train.data_parallel_size:
         reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --data-batch-size"
@@ -216,6 +219,10 @@ def _batch(config: Config) -> Contradictions:
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
+
+
+def _reference(config: Config) -> Contradictions:
+    algorithm = config.algorithm
     if (
         config.model.reference_model_path
         and is_built_in(algorithm.objective)
@@ -545,12 +552,13 @@ def _determinism(config: Config) -> Contradictions:
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
 
 
-_ON_DATA = (_modes, _data, _schedule, _loss)
+_ON_DATA = (_modes, _data, _schedule, _reference, _loss, _kl)
 _WITH_ROLLOUTS = (
     _modes,
     _without_data,
     _schedule,
     _batch,
+    _reference,
     _advantages,
     _loss,
     _kl,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from invrl.algorithms.advantages import configured_advantage
 from invrl.algorithms.credit import credit_rules
+from invrl.algorithms.objectives import ON_ROLLOUTS
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
@@ -104,7 +105,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
 def _note_settings(config: Config, folder: RunFolder, start: Start, observer: RunObserver) -> None:
     """Messages for the console, shown before anything starts."""
     observer.note(f"run folder {folder.path}")
-    if not config.run.debug_rollout_only:
+    if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
         for sentence in config.algorithm.without_effect():
             observer.note(f"note: {sentence}")
     for finding in start.findings:

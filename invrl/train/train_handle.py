@@ -49,7 +49,7 @@ class TrainHandle:
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`add_rows`: what the objective adds to every batch that is trained."""
+        """`add_rows`: what the objective adds to every batch that is trained or evaluated."""
         self._actors = list(actors)
         self._layout = layout
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -105,6 +105,8 @@ class TrainHandle:
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
         TrainError, DeadlineError."""
+        if self._add_rows is not None:
+            batch = self._add_rows(batch)
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
         measured = await self._call_with_shards(TrainActor.evaluate, shards)
         return merge(self._reported(measured))

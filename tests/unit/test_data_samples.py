@@ -72,7 +72,12 @@ def test_a_batch_over_the_end_of_a_pass_has_a_row_twice(tmp_path: Path, model: P
 def test_a_labelled_row_says_its_label(tmp_path: Path, model: Path) -> None:
     rows = [{"messages": [ASK, reply("4")], "label": True}, {"messages": [ASK, reply("5")], "label": False}]
     data = dataset(tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False)
-    assert [sample.numbers for sample in data.step(1).batch.samples] == [{"label": 1.0}, {"label": 0.0}]
+    assert [sample.numbers for sample in data.step(1).batch.samples] == [
+        {"desirable": 1.0},
+        {"desirable": 0.0},
+    ]
+    alone = dataset(tmp_path, model, rows, objective="kto", data_batch_size=1)
+    assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), "kto compares rows"
 
 
 def test_no_engine_sampled_the_tokens(tmp_path: Path, model: Path) -> None:
