@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.objectives import is_built_in, needs_of
+from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
 from invrl.errors import ConfigError
 from invrl.train.activations import recomputed_modules
 from invrl.weights.config import WeightSyncConfig
@@ -24,6 +24,22 @@ _SEEDED_BACKENDS = {
     "sampling_backend": ("pytorch",),
 }
 """Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on CPU."""
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "preference_beta": ("dpo", "ipo", "kto"),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_beta": ("simpo",),
+    "simpo_gamma": ("simpo",),
+    "orpo_lambda": ("orpo",),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "aggregation": ("sft", *ON_ROLLOUTS),
+    "kl_coef": ON_ROLLOUTS,
+    "policy_loss": ON_ROLLOUTS,
+    "correction": ON_ROLLOUTS,
+    "old_logprobs": ON_ROLLOUTS,
+    "advantage": ("rl",),
+}
+"""Settings of the algorithm, and the built-in objectives that read them."""
 Contradictions = Iterator[tuple[str, str, str]]
 """Field (its value is looked up), reason, fix."""
 
@@ -38,6 +54,8 @@ def check(config: Config) -> None:
         _modes,
         _schedule,
         _batch,
+        _objective,
+        _teacher,
         _routing_replay,
         _evaluation,
         _engines,
@@ -137,10 +155,77 @@ def _batch(config: Config) -> Contradictions:
         and not needs_of(algorithm).reference
     ):
         reason = "kl_coef is 0, so no reference is computed"
-        yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
-    if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
+        fix = "set --kl-coef, or leave --reference-model-path out"
+        if algorithm.objective not in ON_ROLLOUTS:
+            reason = f"{algorithm.objective} has no reference"
+            fix = "leave --reference-model-path out"
+        yield "model.reference_model_path", reason, fix
+    if algorithm.objective == "rl" and samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
         reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+
+
+def _objective(config: Config) -> Contradictions:
+    """Settings that the objective does not read, and rows that it cannot train on."""
+    algorithm = config.algorithm
+    name = algorithm.objective
+    if not is_built_in(name):
+        return
+    for field, objectives in _READ_BY.items():
+        value = getattr(algorithm, field)
+        if value != type(algorithm).model_fields[field].default and name not in objectives:
+            reason = f"the objective {name} does not read it, only {', '.join(objectives)}"
+            yield f"algorithm.{field}", reason, "leave it out, or choose another --objective"
+    if name in ON_FILES and not config.run.debug_train_only:
+        reason = f"{name} trains on rows with labels or texts that are given, and rollouts have none"
+        fix = "use --objective rl or distillation for rollouts; {name} trains on saved rows"
+        yield "algorithm.objective", reason, fix.format(name=name)
+
+
+def _teacher(config: Config) -> Contradictions:
+    model = config.model
+    given = [name for name in ("teacher_model_path", "teacher_url") if getattr(model, name)]
+    if config.algorithm.objective != DISTILLATION:
+        if is_built_in(config.algorithm.objective):
+            for name in given:
+                reason = f"the objective {config.algorithm.objective} has no teacher"
+                yield f"model.{name}", reason, "add --objective distillation, or leave it out"
+        return
+    if len(given) == 2:
+        reason = "there is a teacher_model_path too, and a run has one teacher"
+        yield "model.teacher_url", reason, "leave one of the two out"
+    if not given and not config.run.debug_train_only:
+        fix = "give --teacher-model-path FOLDER, or --teacher-url URL of an SGLang server"
+        yield "algorithm.objective", "distillation needs a teacher", fix
+    if not model.teacher_url:
+        return
+    reason = _fault_of_teacher_url(model.teacher_url)
+    if reason:
+        yield "model.teacher_url", reason, "give it as http://10.0.0.5:30000"
+    if config.run.debug_train_only:
+        reason = "saved batches have the teacher's log-probs already"
+        yield "model.teacher_url", reason, "leave it out"
+    if config.rollout.temperature != 1.0:
+        reason = "SGLang scores given tokens at temperature 1, so the teacher would be another distribution"
+        fix = "use --temperature 1, or --teacher-model-path, which follows the temperature"
+        yield "rollout.temperature", reason, fix
+    if config.gateway.constrained == "masked":
+        reason = "SGLang scores given tokens over the whole vocabulary, and the student has a grammar's part"
+        yield "gateway.constrained", reason, "leave it out, or use --teacher-model-path"
+
+
+def _fault_of_teacher_url(url: str) -> str:
+    """What is wrong with it; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "not an http:// or https:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    return ""
 
 
 def _routing_replay(config: Config) -> Contradictions:

@@ -31,7 +31,13 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.objectives import check_outputs, coupling_of, needs_of, objective_of
+from invrl.algorithms.objectives import (
+    TEACHER_COLUMN,
+    check_outputs,
+    coupling_of,
+    needs_of,
+    objective_of,
+)
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult
@@ -86,13 +92,15 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class TrainStep:
-    """Trains a batch with the model, the optimizer and the frozen reference of one rank."""
+    """Trains a batch with the model, the optimizer and the frozen models of one rank."""
 
     chunks: Sequence[DistributedDataParallel]
     """This rank's part of the model: one chunk, or several with virtual pipeline stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
     reference: FrozenReference | None
+    teacher: FrozenReference | None
+    """None: the objective needs none, or the rows have the teacher's log-probs already."""
     _: KW_ONLY
     layout: ParallelLayout
     train: TrainConfig
@@ -126,19 +134,20 @@ class TrainStep:
         seconds: dict[str, float] = {}
         with timed(seconds, "objective"):
             packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        reference_by_step = self._reference_logprobs(packed, seconds)
+        reference_by_step = self._frozen_logprobs(self.reference, "reference", packed, seconds)
+        teacher_by_step = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
-        for mini_batch, packed_rows, old, reference in zip(
-            shard, packed, old_by_step, reference_by_step, strict=True
+        for mini_batch, packed_rows, old, reference, teacher in zip(
+            shard, packed, old_by_step, reference_by_step, teacher_by_step, strict=True
         ):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
                 work = [
-                    _loss_work(mini_batch, micro_batch, old, reference, numbers)
+                    _loss_work(mini_batch, micro_batch, old, reference, teacher, numbers)
                     for micro_batch in packed_rows.micro_batches
                 ]
             with _timed(seconds, "forward_backward"):
@@ -276,18 +285,22 @@ class TrainStep:
                 packed[index] = _Packed(part.rows, list(islice(routed, len(part.micro_batches))))
             return [None, *old_by_step]
 
-    def _reference_logprobs(
-        self, packed: Sequence[_Packed], seconds: dict[str, float]
+    def _frozen_logprobs(
+        self,
+        frozen: FrozenReference | None,
+        phase: str,
+        packed: Sequence[_Packed],
+        seconds: dict[str, float],
     ) -> Sequence[_SampleLogprobs | None]:
-        """Log-probs under the frozen reference, per mini-batch; None without a reference. Its routers choose
-        the experts."""
-        if self.reference is None or not packed:
+        """Log-probs under a frozen model, per mini-batch; None without one. Its routers choose the
+        experts."""
+        if frozen is None or not packed:
             return [None] * len(packed)
         unrouted: list[_Packed] = []
         for part in packed:
             micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
             unrouted.append(_Packed(part.rows, micro_batches))
-        with _timed(seconds, "reference"), self.reference.in_place():
+        with _timed(seconds, phase), frozen.in_place():
             return [*self._forward(unrouted)]
 
     def _row_numbers(
@@ -412,6 +425,7 @@ def _loss_work(
     micro_batch: MicroBatch,
     old: _SampleLogprobs | None,
     reference: _SampleLogprobs | None,
+    teacher: _SampleLogprobs | None,
     numbers: Sequence[Mapping[str, float]],
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
@@ -438,6 +452,8 @@ def _loss_work(
     columns: dict[str, torch.Tensor] = {}
     for name in _common_names([sample.columns for sample in samples]):
         columns[name] = pick([sample.columns[name] for sample in samples])
+    if teacher is not None:
+        columns[TEACHER_COLUMN] = pick(teacher)
     row_numbers: dict[str, torch.Tensor] = {}
     for name in _common_names([numbers[index] for index in row_indices]):
         row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
