@@ -33,6 +33,8 @@ ON_ROLLOUTS = (POLICY_GRADIENT, DISTILLATION)
 """Those that train on what the policy itself has sampled."""
 ON_FILES = ("sft", *ON_PAIRS, "kto")
 """Those that train on rows that are given."""
+TEACHER_COLUMN = "teacher"
+"""The column of rows with the log-probs of their tokens under the teacher, in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Needs:
     row_table: bool = False
     """The sums of all rows of a mini-batch under the current policy (`row_table.py`). The objective then has
     a method `couple`."""
+    teacher: bool = False
+    """Log-probs under the teacher, as the column `teacher`."""
     mismatched_rows: bool = False
     """Beside each row one with its prompt and another row's answer (`mismatched_rows.py`)."""
 
@@ -62,6 +66,9 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     match config.objective:
         case "rl":
             return Needs(old=config.old_logprobs == "recompute", reference=config.kl_coef > 0)
+        case "distillation":
+            recomputed = config.old_logprobs == "recompute"
+            return Needs(old=recomputed, reference=config.kl_coef > 0, teacher=True)
         case "sft":
             return Needs()
         case "dpo" | "ipo":
@@ -78,6 +85,7 @@ def objective_of(config: AlgorithmConfig) -> Objective:
     PluginError."""
     if not is_built_in(config.objective):
         return load_plugin(config.objective, "objective", Objective)
+    from invrl.algorithms.distillation import distillation_loss
     from invrl.algorithms.losses import policy_loss
     from invrl.algorithms.preferences import KtoObjective, PairObjective
     from invrl.algorithms.sft import sft_loss
@@ -86,6 +94,8 @@ def objective_of(config: AlgorithmConfig) -> Objective:
         return partial(sft_loss, config=config)
     if config.objective in ON_PAIRS:
         return PairObjective(config)
+    if config.objective == DISTILLATION:
+        return partial(distillation_loss, config=config)
     if config.objective == "kto":
         return KtoObjective(config)
     return partial(policy_loss, config=config)

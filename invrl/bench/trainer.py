@@ -176,7 +176,7 @@ def _analytic_minimum(settings: BenchSettings, num_tokens: int) -> float:
     budget = MemoryBudget.of(
         settings.train,
         Path(settings.model_path),
-        has_reference=False,
+        frozen_models=0,
         served_dtype=settings.train.train_dtype,
         megatron={},
         copies_checkpoints=False,

@@ -19,8 +19,10 @@ from pathlib import Path
 ENVIRONMENT_KEY = "INVRL_ENV_KEY"
 ENGINE_KEY = "INVRL_ENGINE_KEY"
 """Of engines that `invrl engine` starts."""
+TEACHER_KEY = "INVRL_TEACHER_KEY"
+"""Of the server with the teacher."""
 RAY_TOKEN = "RAY_AUTH_TOKEN"
-_NAMES = (ENVIRONMENT_KEY, ENGINE_KEY, RAY_TOKEN)
+_NAMES = (ENVIRONMENT_KEY, ENGINE_KEY, TEACHER_KEY, RAY_TOKEN)
 _ENV_START_FIELD = 50
 """The number of `env_start` in /proc/PID/stat, as in proc(5); `env_end` follows."""
 _ENV_END_FIELD = 51

@@ -278,6 +278,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             store_key=store_key,
             model_path=str(config.model.folder),
             reference_path=str(config.model.reference_folder),
+            teacher_path=str(config.model.teacher_folder or ""),
             chat_template=chat_template,
             train=config.train,
             algorithm=config.algorithm,

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig
@@ -98,6 +107,24 @@ class ModelConfig(Section):
         "the same shape; empty: those of model_path",
     )
 
+    teacher_model_path: str = Field(
+        default="",
+        description="folder or checkpoint with the weights of a teacher that the trainer computes, a model "
+        "of the same shape (objective distillation)",
+    )
+    teacher_url: str = Field(
+        default="",
+        description="http(s) URL of an SGLang server with a teacher of any shape and the same tokens "
+        "(objective distillation); its key comes from INVRL_TEACHER_KEY",
+    )
+    teacher_timeout_s: PositiveFloat = Field(
+        default=120.0,
+        description="until the teacher at teacher_url has scored one row; it is asked three times",
+    )
+    teacher_concurrency: PositiveInt = Field(
+        default=16, description="rows that the teacher at teacher_url scores at the same time"
+    )
+
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
@@ -107,6 +134,11 @@ class ModelConfig(Section):
     def reference_folder(self) -> Path:
         """Of the frozen reference: absolute; meaningless without a `model_path`."""
         return _model_folder(self.reference_model_path or self.model_path)
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Of a teacher that the trainer computes: absolute."""
+        return _model_folder(self.teacher_model_path) if self.teacher_model_path else None
 
     @property
     def name(self) -> str:

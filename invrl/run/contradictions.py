@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE
-from invrl.algorithms.objectives import ON_ROLLOUTS, is_built_in, needs_of
+from invrl.algorithms.objectives import DISTILLATION, ON_ROLLOUTS, is_built_in, needs_of
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.section import Section
@@ -27,6 +27,22 @@ _SEEDED_BACKENDS = {
     "sampling_backend": ("pytorch",),
 }
 """Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on CPU."""
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "preference_beta": ("dpo", "ipo", "kto"),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_beta": ("simpo",),
+    "simpo_gamma": ("simpo",),
+    "orpo_lambda": ("orpo",),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "aggregation": ("sft", *ON_ROLLOUTS),
+    "kl_coef": ON_ROLLOUTS,
+    "policy_loss": ON_ROLLOUTS,
+    "correction": ON_ROLLOUTS,
+    "old_logprobs": ON_ROLLOUTS,
+    "advantage": ("rl",),
+}
+"""Settings of the algorithm, and the built-in objectives that read them."""
 Contradictions = Iterator[tuple[str, str, str]]
 """Field (its value is looked up), reason, fix."""
 
@@ -229,16 +245,18 @@ def _reference(config: Config) -> Contradictions:
         and not needs_of(algorithm).reference
     ):
         reason = "kl_coef is 0, so no reference is computed"
-        if algorithm.objective != "rl":
+        fix = "set --kl-coef, or leave --reference-model-path out"
+        if algorithm.objective not in ON_ROLLOUTS:
             reason = f"the objective {algorithm.objective} has no reference"
-        yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
+            fix = "leave --reference-model-path out"
+        yield "model.reference_model_path", reason, fix
 
 
 def _advantages(config: Config) -> Contradictions:
     algorithm = config.algorithm
     name = algorithm.advantage
     samples = config.rollout.n_samples_per_prompt
-    if samples == 1 and name in GROUP_RELATIVE:
+    if algorithm.objective == "rl" and samples == 1 and name in GROUP_RELATIVE:
         reason = f"{name} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
     if samples == 1 and config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
@@ -347,6 +365,65 @@ def _kl(config: Config) -> Contradictions:
     if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
         reason = "its importance weight is there for its gradient, and a reward has none"
         yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+
+
+def _objective(config: Config) -> Contradictions:
+    """Settings that the objective does not read, and rows that it cannot train on."""
+    algorithm = config.algorithm
+    name = algorithm.objective
+    if not is_built_in(name):
+        return
+    for field, objectives in _READ_BY.items():
+        value = getattr(algorithm, field)
+        if value != type(algorithm).model_fields[field].default and name not in objectives:
+            reason = f"the objective {name} does not read it, only {', '.join(objectives)}"
+            yield f"algorithm.{field}", reason, "leave it out, or choose another --objective"
+
+
+def _teacher(config: Config) -> Contradictions:
+    model = config.model
+    given = [name for name in ("teacher_model_path", "teacher_url") if getattr(model, name)]
+    if config.algorithm.objective != DISTILLATION:
+        if is_built_in(config.algorithm.objective):
+            for name in given:
+                reason = f"the objective {config.algorithm.objective} has no teacher"
+                yield f"model.{name}", reason, "add --objective distillation, or leave it out"
+        return
+    if len(given) == 2:
+        reason = "there is a teacher_model_path too, and a run has one teacher"
+        yield "model.teacher_url", reason, "leave one of the two out"
+    if not given and not config.run.debug_train_only:
+        fix = "give --teacher-model-path FOLDER, or --teacher-url URL of an SGLang server"
+        yield "algorithm.objective", "distillation needs a teacher", fix
+    if not model.teacher_url:
+        return
+    reason = _fault_of_teacher_url(model.teacher_url)
+    if reason:
+        yield "model.teacher_url", reason, "give it as http://10.0.0.5:30000"
+    if config.run.debug_train_only:
+        reason = "saved batches have the teacher's log-probs already"
+        yield "model.teacher_url", reason, "leave it out"
+    if config.rollout.temperature != 1.0:
+        reason = "SGLang scores given tokens at temperature 1, so the teacher would be another distribution"
+        fix = "use --temperature 1, or --teacher-model-path, which follows the temperature"
+        yield "rollout.temperature", reason, fix
+    if config.gateway.constrained == "masked":
+        reason = "SGLang scores given tokens over the whole vocabulary, and the student has a grammar's part"
+        yield "gateway.constrained", reason, "leave it out, or use --teacher-model-path"
+
+
+def _fault_of_teacher_url(url: str) -> str:
+    """What is wrong with it; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "not an http:// or https:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    return ""
 
 
 def _routing_replay(config: Config) -> Contradictions:
@@ -552,7 +629,7 @@ def _determinism(config: Config) -> Contradictions:
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
 
 
-_ON_DATA = (_modes, _data, _schedule, _reference, _loss, _kl)
+_ON_DATA = (_modes, _data, _schedule, _reference, _loss, _kl, _objective, _teacher)
 _WITH_ROLLOUTS = (
     _modes,
     _without_data,
@@ -562,6 +639,8 @@ _WITH_ROLLOUTS = (
     _advantages,
     _loss,
     _kl,
+    _objective,
+    _teacher,
     _difficulty,
     _curriculum,
     _routing_replay,

@@ -32,6 +32,8 @@ from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 Assemble = Callable[[int, TakenBatch], TrainBatch]
 """Reads the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
 that gateway and fleet are watched, and rollouts dispatched, while it reads."""
+Score = Callable[[int, TrainBatch], Awaitable[TrainBatch]]
+"""Adds what another server says of a step's rows."""
 ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
 """Texts for the console from a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
@@ -60,6 +62,7 @@ class Parts:
     assemble: Assemble
     observer: Sink
     learner: Learner | None
+    score: Score | None = None
     evaluate: Evaluate | None = None
     show_samples: ShowSamples | None = None
 
@@ -99,6 +102,9 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
 
         with phases.within("assemble"):
             batch = await asyncio.to_thread(parts.assemble, step, taken)
+        if parts.score is not None:
+            with phases.within("teacher"):
+                batch = await parts.score(step, batch)
         metrics = rollout_metrics(taken) | reply_metrics(batch) | shaping_metrics(batch)
         values = resolve(metrics, "rollout/")
 

@@ -61,6 +61,8 @@ _FOREIGN_NAMES: dict[str, str] = {
     "pipeline_model_parallel_size": "pp pp_size train_pp",
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
     "reference_model_path": "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path",
+    "teacher_model_path": "teacher teacher_model teacher_model_name teacher_model_name_or_path teacher_path",
+    "teacher_url": "teacher_server teacher_model_server_url teacher_base_url teacher_address",
     "reference_placement": "ref_offload ref_param_offload offload_ref ref_cpu_offload",
     "train_dtype": "dtype bf16 fp16 precision mixed_precision",
     "run_name": "name exp_name experiment experiment_name run_id",

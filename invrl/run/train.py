@@ -44,6 +44,7 @@ from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.teacher import Teacher, open_teacher
 from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
@@ -235,9 +236,11 @@ class _TrainingRun:
         evaluate = None
         if held_out is not None:
             evaluate = held_out.during_training
+        teacher = open_teacher(config)
         parts = Parts(
             buffer=cluster.buffer,
             assemble=partial(self._assemble, advantage),
+            score=None if teacher is None else partial(self._score, teacher),
             observer=self.observer,
             learner=learner,
             evaluate=evaluate,
@@ -267,9 +270,20 @@ class _TrainingRun:
             extra_columns=self.config.gateway.declared_columns.values(),
             rules=credit_rules(self.config.algorithm, self.config.rollout.max_new_tokens),
         )
+        if not self.config.model.teacher_url:
+            self._keep(step, batch)
+        return batch
+
+    async def _score(self, teacher: Teacher, step: int, batch: TrainBatch) -> TrainBatch:
+        """Adds the log-probs of the teacher that a server has."""
+        scored = await teacher.score(batch)
+        await asyncio.to_thread(self._keep, step, scored)
+        return scored
+
+    def _keep(self, step: int, batch: TrainBatch) -> None:
+        """Writes the batch into the run folder, if the run saves its batches."""
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)
-        return batch
 
     async def _save_unsaved_weights(self, trainer: TrainHandle, *, interrupted: bool) -> None:
         timeout_s = self.config.train.train_step_timeout_s

@@ -67,7 +67,8 @@ class MemoryBudget:
     train: TrainConfig
     config: HuggingFaceConfig
     size: ModelSize
-    has_reference: bool
+    frozen_models: int
+    """The reference and the teacher, as far as the trainer computes them."""
     served_dtype: str
     file_item: int
     """Bytes of a number in the folder's files."""
@@ -81,7 +82,7 @@ class MemoryBudget:
         train: TrainConfig,
         folder: Path,
         *,
-        has_reference: bool,
+        frozen_models: int,
         served_dtype: str,
         megatron: Mapping[str, object],
         copies_checkpoints: bool,
@@ -93,7 +94,7 @@ class MemoryBudget:
             train=train,
             config=config,
             size=ModelSize.of(folder, config),
-            has_reference=has_reference,
+            frozen_models=frozen_models,
             served_dtype=served_dtype,
             file_item=largest_item(folder),
             recomputation=Recomputation.of(megatron),
@@ -202,9 +203,13 @@ class MemoryBudget:
         return (parameters - of_experts) / layout.tensor, of_experts / layout.expert
 
     def _reference(self, stage: int) -> "_Reference":
-        """The frozen reference's weights, as `FrozenReference` keeps them."""
-        if not self.has_reference:
-            return _Reference(kept=0.0, in_pass=0.0)
+        """The weights of the frozen models, as `FrozenReference` keeps them. One of them is in a pass."""
+        one = self._one_reference(stage)
+        return _Reference(
+            kept=self.frozen_models * one.kept, in_pass=one.in_pass if self.frozen_models else 0.0
+        )
+
+    def _one_reference(self, stage: int) -> "_Reference":
         layers = self._layers(stage)
         whole = sum(self._divided(self._parameters(stage), layers))
         by_layer = [sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers]

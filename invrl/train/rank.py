@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ class TrainRank:
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
-            has_reference=needs_of(settings.algorithm).reference,
+            frozen_models=needs_of(settings.algorithm).reference + bool(settings.teacher_path),
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -100,8 +100,8 @@ class TrainRank:
         """Of the checkpoint that `copy_checkpoint` copied last."""
 
     def _build_step(self, chunks: Sequence["PolicyModel"], options: MegatronOptions) -> "TrainStep":
-        """The training step over this rank's chunks, with their optimizer, the frozen reference and what
-        their experts need."""
+        """The training step over this rank's chunks, with their optimizer, the frozen models and what their
+        experts need."""
         from invrl.train.expert_load import ExpertRouters
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.reference import FrozenReference
@@ -116,14 +116,13 @@ class TrainRank:
             routing = RoutingRecorder(self._config.num_hidden_layers, experts)
             for chunk in chunks:
                 chunk.routing = routing
+        frozen = partial(FrozenReference, chunks, self._config, placement=train.reference_placement)
         reference = None
         if needs_of(settings.algorithm).reference:
-            reference = FrozenReference(
-                chunks,
-                self._config,
-                settings.reference_path or settings.model_path,
-                placement=train.reference_placement,
-            )
+            reference = frozen(settings.reference_path or settings.model_path)
+        teacher = None
+        if settings.teacher_path:
+            teacher = frozen(settings.teacher_path)
         distributed, optimizer = distribute(chunks, train, options)
         expert_routers = None
         if experts is not None:
@@ -135,6 +134,7 @@ class TrainRank:
             optimizer,
             make_schedule(optimizer, train),
             reference,
+            teacher,
             layout=settings.layout,
             train=train,
             algorithm=settings.algorithm,

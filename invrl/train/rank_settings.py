@@ -22,6 +22,8 @@ class RankSettings:
     reference_path: str = ""
     """Folder with the weights of the frozen reference; "": those of `model_path`. They are read only if the
     objective needs a reference."""
+    teacher_path: str = ""
+    """Folder with the weights of a teacher of the same shape; "": none that the trainer computes."""
     chat_template: str = ""
     """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
     train: TrainConfig

@@ -31,7 +31,13 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
-from invrl.algorithms.objectives import check_outputs, coupling_of, needs_of, objective_of
+from invrl.algorithms.objectives import (
+    TEACHER_COLUMN,
+    check_outputs,
+    coupling_of,
+    needs_of,
+    objective_of,
+)
 from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
@@ -87,13 +93,15 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class TrainStep:
-    """Trains a batch with the model, the optimizer and the frozen reference of one rank."""
+    """Trains a batch with the model, the optimizer and the frozen models of one rank."""
 
     chunks: Sequence[DistributedDataParallel]
     """This rank's part of the model: one chunk, or several with virtual pipeline stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
     reference: FrozenReference | None
+    teacher: FrozenReference | None
+    """None: the objective needs none, or the rows have the teacher's log-probs already."""
     _: KW_ONLY
     layout: ParallelLayout
     train: TrainConfig
@@ -127,18 +135,19 @@ class TrainStep:
         seconds: dict[str, float] = {}
         with timed(seconds, "objective"):
             packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        reference_by_step = self._reference_logprobs(packed, seconds)
+        reference_by_step = self._frozen_logprobs(self.reference, "reference", packed, seconds)
+        teacher_by_step = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
-        for mini_batch, packed_rows, old, reference in zip(
-            shard, packed, old_by_step, reference_by_step, strict=True
+        for mini_batch, packed_rows, old, reference, teacher in zip(
+            shard, packed, old_by_step, reference_by_step, teacher_by_step, strict=True
         ):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
-                work = self._loss_work(mini_batch, packed_rows, old, reference, numbers)
+                work = self._loss_work(mini_batch, packed_rows, old, reference, teacher, numbers)
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
             seconds["forward_backward"] -= self._loss_seconds
@@ -180,11 +189,11 @@ class TrainStep:
         is not the last."""
         seconds: dict[str, float] = {}
         packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        reference_by_part = self._reference_logprobs(packed, seconds)
+        reference_by_part = self._frozen_logprobs(self.reference, "reference", packed, seconds)
         measured: list[dict[str, Metric]] = []
         for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
-            work = self._loss_work(mini_batch, packed_rows, None, reference, numbers)
+            work = self._loss_work(mini_batch, packed_rows, None, reference, None, numbers)
             with torch.no_grad():
                 measured += self._run_schedule(self._evaluation_step, work, forward_only=True)
         return merge(measured)
@@ -289,18 +298,22 @@ class TrainStep:
                 packed[index] = _Packed(part.rows, list(islice(routed, len(part.micro_batches))))
             return [None, *old_by_step]
 
-    def _reference_logprobs(
-        self, packed: Sequence[_Packed], seconds: dict[str, float]
+    def _frozen_logprobs(
+        self,
+        frozen: FrozenReference | None,
+        phase: str,
+        packed: Sequence[_Packed],
+        seconds: dict[str, float],
     ) -> Sequence[_SampleLogprobs | None]:
-        """Log-probs under the frozen reference, per mini-batch; None without a reference. Its routers choose
-        the experts."""
-        if self.reference is None or not packed:
+        """Log-probs under a frozen model, per mini-batch; None without one. Its routers choose the
+        experts."""
+        if frozen is None or not packed:
             return [None] * len(packed)
         unrouted: list[_Packed] = []
         for part in packed:
             micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
             unrouted.append(_Packed(part.rows, micro_batches))
-        with _timed(seconds, "reference"), self.reference.in_place():
+        with _timed(seconds, phase), frozen.in_place():
             return [*self._forward(unrouted)]
 
     def _loss_work(
@@ -309,12 +322,15 @@ class TrainStep:
         packed: _Packed,
         old: _SampleLogprobs | None,
         reference: _SampleLogprobs | None,
+        teacher: _SampleLogprobs | None,
         numbers: Sequence[Mapping[str, float]],
     ) -> list[_LossWork]:
         """One for each micro-batch."""
         with_staleness = self.algorithm.old_logprobs == "interpolated"
         return [
-            _loss_work(mini_batch, micro_batch, old, reference, numbers, with_staleness=with_staleness)
+            _loss_work(
+                mini_batch, micro_batch, old, reference, teacher, numbers, with_staleness=with_staleness
+            )
             for micro_batch in packed.micro_batches
         ]
 
@@ -454,6 +470,7 @@ def _loss_work(
     micro_batch: MicroBatch,
     old: _SampleLogprobs | None,
     reference: _SampleLogprobs | None,
+    teacher: _SampleLogprobs | None,
     numbers: Sequence[Mapping[str, float]],
     *,
     with_staleness: bool,
@@ -482,6 +499,8 @@ def _loss_work(
     columns: dict[str, torch.Tensor] = {}
     for name in _common_names([sample.columns for sample in samples]):
         columns[name] = pick([sample.columns[name] for sample in samples])
+    if teacher is not None:
+        columns[TEACHER_COLUMN] = pick(teacher)
     if with_staleness:
         ages = [mini_batch.version - sample.versions_T for sample in samples]
         columns[STALENESS] = pick([ages_T.astype(np.float32) for ages_T in ages])

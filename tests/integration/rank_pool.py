@@ -77,6 +77,7 @@ class RankPool:
         megatron: dict[str, Any] | None = None,
         chat_template: str = "",
         reference: Path | None = None,
+        teacher: Path | None = None,
         weights: dict[str, Any] | None = None,
     ) -> Trainer:
         """Trainer ranks over `model`; those built before them are gone. Without a layout all `ranks` are
@@ -103,6 +104,7 @@ class RankPool:
                         store_key=store_key,
                         model_path=str(model),
                         reference_path=str(reference or ""),
+                        teacher_path=str(teacher or ""),
                         chat_template=chat_template,
                         train=train,
                         algorithm=algorithm or AlgorithmConfig(),

@@ -29,6 +29,7 @@ from invrl.run.folder import make_run_folder
 from invrl.train.families.registry import FAMILIES
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
+TAUGHT = ("--objective", "distillation", "--teacher-url", "http://127.0.0.1:9")
 AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
 Edit = Callable[[Path], object]
 
@@ -386,6 +387,41 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "train.data_parallel_size",
             "fewer than the 33 copies of the model",
             "--rollout-batch",
+        ),
+        (["--objective", "dpo"], "algorithm.objective", "rollouts have none", "--objective rl"),
+        (["--objective", "distillation"], "algorithm.objective", "needs a teacher", "--teacher-url"),
+        (["--simpo-gamma", "1"], "algorithm.simpo_gamma", "only simpo", "--objective"),
+        (
+            ["--objective", "orpo", "--kl-coef", "0.1"],
+            "algorithm.kl_coef",
+            "orpo does not read it",
+            "leave it out",
+        ),
+        (
+            ["--teacher-url", "http://10.0.0.5:30000"],
+            "model.teacher_url",
+            "rl has no teacher",
+            "--objective distillation",
+        ),
+        (["--teacher-model-path", "/m"], "model.teacher_model_path", "rl has no teacher", "distillation"),
+        (
+            [*TAUGHT, "--teacher-model-path", "/m"],
+            "model.teacher_url",
+            "a run has one teacher",
+            "leave one of the two",
+        ),
+        (
+            [*TAUGHT, "--temperature", "0.7"],
+            "rollout.temperature",
+            "at temperature 1",
+            "--teacher-model-path",
+        ),
+        ([*TAUGHT, "--constrained", "masked"], "gateway.constrained", "whole vocabulary", "leave it out"),
+        (
+            ["--objective", "distillation", "--teacher-url", "http://user:key@10.0.0.5:30000"],
+            "model.teacher_url",
+            "holds a user or a key",
+            "http://10.0.0.5:30000",
         ),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--rollout-batch-size"),
         (["--routing-replay", "trainer"], "train.routing_replay", "is the old one", "--num-minibatches"),

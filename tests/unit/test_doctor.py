@@ -451,7 +451,7 @@ def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
     budget = MemoryBudget.of(
         TrainConfig(max_tokens_per_microbatch=100),
         plot.model,
-        has_reference=False,
+        frozen_models=0,
         served_dtype="bfloat16",
         megatron={},
         copies_checkpoints=False,

@@ -28,7 +28,7 @@ def budget(
     model: Path,
     *,
     on_cuda: bool = False,
-    has_reference: bool = False,
+    frozen_models: int = 0,
     megatron: Mapping[str, object] | None = None,
     copies_checkpoints: bool = False,
     **train: object,
@@ -36,7 +36,7 @@ def budget(
     return MemoryBudget.of(
         TrainConfig.model_validate(train),
         model,
-        has_reference=has_reference,
+        frozen_models=frozen_models,
         served_dtype="bfloat16",
         megatron=megatron or {},
         copies_checkpoints=copies_checkpoints,
@@ -58,7 +58,7 @@ def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path)
     whole = estimated(model, train_dtype="float32")
     assert whole.weights == 4 * size.total
     assert whole.optimizer == 8 * size.total
-    assert estimated(model, has_reference=True).weights == 2 * half.weights
+    assert estimated(model, frozen_models=1).weights == 2 * half.weights
     parts = (half.weights, half.gradients, half.optimizer, half.step, half.heap, half.staging, half.process)
     assert half.copy == 0
     assert half.total == pytest.approx(sum(parts))
@@ -214,7 +214,7 @@ def test_the_reference_is_where_it_is_placed(
     size = ModelSize.of(model, read_hf_config(model))
     settings: dict[str, Any] = {"on_cuda": True, "max_tokens_per_microbatch": 1}
     without = estimated(model, **settings)
-    placed = estimated(model, has_reference=True, reference_placement=placement, **settings)
+    placed = estimated(model, frozen_models=1, reference_placement=placement, **settings)
     assert placed.weights == without.weights + kept * 2 * size.total
     brought = 2 * size.total * in_pass if in_pass is not None else 0.0
     if in_pass is None:
@@ -226,10 +226,8 @@ def test_on_a_cpu_the_reference_by_layer_stays_in_the_files_dtype(tmp_path: Path
     """The files are bfloat16, the training float32: half as much, and one layer at a time in float32."""
     folder = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     size = ModelSize.of(folder, read_hf_config(folder))
-    whole = estimated(folder, has_reference=True, train_dtype="float32")
-    by_layer = estimated(
-        folder, has_reference=True, train_dtype="float32", reference_placement="cpu_by_layer"
-    )
+    whole = estimated(folder, frozen_models=1, train_dtype="float32")
+    by_layer = estimated(folder, frozen_models=1, train_dtype="float32", reference_placement="cpu_by_layer")
     assert whole.weights == 2 * 4 * size.total
     assert by_layer.weights == (4 + 2) * size.total
 

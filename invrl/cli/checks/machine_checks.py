@@ -236,7 +236,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            has_reference=needs_of(config.algorithm).reference,
+            frozen_models=needs_of(config.algorithm).reference + bool(config.model.teacher_model_path),
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
             copies_checkpoints=config.run.async_checkpoints,

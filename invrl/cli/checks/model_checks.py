@@ -2,6 +2,7 @@
 
 `check_model` comes first. The other checks read the same folder and rely on what it has checked."""
 
+import asyncio
 from pathlib import Path
 
 from invrl.algorithms.objectives import needs_of
@@ -48,18 +49,39 @@ def check_trainable(config: Config) -> str:
 def check_reference(config: Config) -> str:
     """The frozen reference is another set of weights for the same model: its folder is sound, it has the same
     shape, and its tokens mean the same."""
-    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
-    from invrl.run.checkpoint import check_served
-    from invrl.train.families.registry import FAMILIES
-    from invrl.train.hf_config import read_hf_config
-
-    field = "model.reference_model_path"
     given = config.model.reference_model_path
     if not needs_of(config.algorithm).reference:
         return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
-    folder = config.model.reference_folder
+    return _check_other_weights(config, "model.reference_model_path", given, config.model.reference_folder)
+
+
+def check_teacher(config: Config) -> str:
+    """A teacher that the trainer computes: as the frozen reference. One that a server has answers now, and
+    makes the same tokens of the same text."""
+    from invrl.model_folder import read_tokenizer
+    from invrl.run.teacher import open_teacher
+
+    folder = config.model.teacher_folder
+    if folder is not None:
+        given = config.model.teacher_model_path
+        advice = " (a teacher of another shape can be served: --teacher-url)"
+        return _check_other_weights(config, "model.teacher_model_path", given, folder, advice)
+    teacher = open_teacher(config)
+    if teacher is None:
+        return "none"
+    model_name = asyncio.run(teacher.check(read_tokenizer(config.model.folder)))
+    return f"{model_name} at {config.model.teacher_url}"
+
+
+def _check_other_weights(config: Config, field: str, given: str, folder: Path, advice: str = "") -> str:
+    """Raises ConfigError unless the folder has weights that can stand in the place of the trained ones."""
+    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
+    from invrl.run.checkpoint import check_served
+    from invrl.train.families.registry import FAMILIES
+    from invrl.train.hf_config import read_hf_config
+
     check_is_folder(field, given, folder)
     try:
         check_model_folder(folder, families=FAMILIES)
@@ -68,6 +90,7 @@ def check_reference(config: Config) -> str:
         raise ConfigError(field, given, error.reason, error.fix) from error
     policy_folder = config.model.folder
     fix = "give a folder of the same model as --model-path, for example the one that it was trained from"
+    fix += advice
     differences = read_hf_config(policy_folder).differences(read_hf_config(folder))
     if differences:
         reason = f"it differs from the model of --model-path in {', '.join(differences)}"
