@@ -1,9 +1,10 @@
-"""`invrl train --objective sft`: it lowers the held-out loss, goes on after a kill as if nothing had
+"""`invrl train` on files: sft lowers the held-out loss, goes on after a kill as if nothing had
 happened, and is the first stage of the next run."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -129,6 +130,38 @@ def test_a_run_is_the_first_stage_of_the_next(place: Path, whole: Path) -> None:
     assert first_row["eval/loss"] == rows_of(whole)[STEPS]["eval/loss"]
     settled = (place / "runs/second/config.resolved.toml").read_text()
     assert f'model_path = "{whole}/checkpoints/step-000010"' in settled
+
+
+@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objective: str) -> None:
+    """After the first stage, as they are used: right sums are preferred to wrong ones."""
+    lines: list[str] = []
+    for line in (place / "sums.jsonl").read_text().splitlines()[:80]:
+        question, answer = json.loads(line)["messages"]
+        right, wrong = answer["content"], "a lot"
+        if objective == "dpo":
+            rows = [{"prompt": question["content"], "chosen": right, "rejected": wrong}]
+        else:
+            rows = [
+                {"prompt": question["content"], "completion": text, "label": text == right}
+                for text in (right, wrong)
+            ]
+        lines += [json.dumps(row) + "\n" for row in rows]
+    (place / f"{objective}.jsonl").write_text("".join(lines))
+    given = [
+        *("--objective", objective, "--data-path", f"{objective}.jsonl", "--data-eval-fraction", "0.2"),
+        *("--model-path", str(whole), "--run-root", "runs", "--run-name", objective, "--progress", "plain"),
+        *("--num-steps", "6", "--data-batch-size", "16", "--train-dtype", "float32", "--lr", "1e-3"),
+    ]
+    invrl(place, "train", *given)
+    rows = [
+        json.loads(line) for line in (place / "runs" / objective / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    at_reference = {"dpo": math.log(2), "kto": 0.5}[objective]
+    assert losses[0] == pytest.approx(at_reference, abs=1e-3), "the policy is the reference"
+    assert losses[6] < 0.8 * losses[0]
 
 
 @pytest.mark.timeout(DEADLINE_S)
