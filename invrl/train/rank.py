@@ -91,7 +91,7 @@ class TrainRank:
         self._largest_micro_batch = 0
         self._num_batches = 0
         self._step = self._build_step(chunks, options)
-        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule)
+        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Saving | None = None
         self.model_written: Future[FileEntries] = Future()
@@ -123,6 +123,7 @@ class TrainRank:
                 self._config,
                 settings.reference_path or settings.model_path,
                 placement=train.reference_placement,
+                is_averaged=settings.algorithm.reference_ema > 0,
             )
         distributed, optimizer = distribute(chunks, train, options)
         expert_routers = None
