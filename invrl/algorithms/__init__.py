@@ -9,6 +9,7 @@
 | the loss of one token (clipping) | `surrogates.py` |
 | the off-policy correction old/rollout | `corrections.py` |
 | the KL term | `kl.py` |
+| coefficients that are adapted after each batch | `adaptive.py` |
 | from token losses to one number | `aggregation.py` |
 | settings and presets | `config.py` |
 

@@ -182,6 +182,19 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
+    # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL coefficient, and resets the
+    # reference (and the optimizer, which we do not) when validation stagnates: both numbers are ours.
+    "prorl": {
+        "advantage": "grpo",
+        "eps_clip_low": 0.2,
+        "eps_clip_high": 0.4,
+        "dual_clip": 0.0,
+        "aggregation": "token_mean",
+        "kl_coef": 0.001,
+        "kl_estimator": "k3",
+        "reference_reset_steps": 200,
+        "num_minibatches": 4,
+    },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
         "advantage": "dr_grpo",
@@ -219,6 +232,7 @@ PresetName = Literal[
     "decoupled_ppo",
     "a3po",
     "vespo",
+    "prorl",
 ]
 
 
@@ -373,8 +387,32 @@ class AlgorithmConfig(Section):
     kl_clamp: NonNegativeFloat = Field(
         10.0, description="bound of one token's estimate of that KL; 0: no bound"
     )
+    kl_target: NonNegativeFloat = Field(
+        0.0,
+        description="KL to the reference, in nats per token, towards which kl_coef is adapted after each "
+        "batch; 0: kl_coef stays",
+    )
+    reference_reset_steps: NonNegativeInt = Field(
+        0,
+        description="batches after which the current policy becomes the reference, again and again; 0: never",
+    )
+    reference_ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the reference is a moving average: after each batch this share of it stays and the rest "
+        "is the current policy; 0: it stays frozen",
+    )
     entropy_coef: NonNegativeFloat = Field(
         0.0, description="weight of the entropy bonus: it is subtracted from the loss; 0: none"
+    )
+    entropy_target: NonNegativeFloat = Field(
+        0.0,
+        description="entropy in nats above which there is no bonus, and towards which entropy_coef is "
+        "adapted after each batch; 0: entropy_coef stays",
+    )
+    entropy_coef_step: PositiveFloat = Field(
+        0.005, description="by how much a batch changes entropy_coef (entropy_target)"
     )
     old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
         "recompute",
@@ -385,6 +423,11 @@ class AlgorithmConfig(Section):
         1,
         description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference's weights change in the run."""
+        return bool(self.reference_reset_steps or self.reference_ema)
 
     @property
     def current_is_old(self) -> bool:

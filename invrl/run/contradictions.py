@@ -355,7 +355,21 @@ def _bounds_of_corrections(config: Config) -> Contradictions:
 def _kl(config: Config) -> Contradictions:
     algorithm = config.algorithm
     if not algorithm.kl_coef:
+        if algorithm.kl_target:
+            reason = "kl_coef is 0, and what is adapted by factors stays 0"
+            yield "algorithm.kl_target", reason, "set --kl-coef, the coefficient to begin with"
+        for name in ("reference_reset_steps", "reference_ema"):
+            if getattr(algorithm, name) and is_built_in(algorithm.objective):
+                yield f"algorithm.{name}", "kl_coef is 0, so there is no reference", "set --kl-coef"
         return
+    if algorithm.reference_reset_steps and algorithm.reference_ema:
+        reason = "a reference that is reset would lose its average; the two exclude each other"
+        yield "algorithm.reference_ema", reason, "give one of --reference-ema and --reference-reset-steps"
+    if algorithm.reference_moves and config.train.reference_placement == "cpu_by_layer":
+        reason = (
+            "by layer the reference is kept in the dtype of its folder, which the trained weights are not"
+        )
+        yield "train.reference_placement", reason, "use --reference-placement cpu or device"
     if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         reason = (
             "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "

@@ -5,6 +5,7 @@ Imported after `device.prepare()`.
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -44,6 +45,14 @@ def _largest(value: float, group: Any) -> float:
     values = torch.tensor(value, dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return float(values)
+
+
+def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The mean of each number over all ranks: its totals over its weights. NaN without any weight. All ranks
+    call it together; those that have the same tokens count them alike."""
+    sums = torch.tensor([*totals, *weights], dtype=torch.float64, device=device.device())
+    torch.distributed.all_reduce(sums)
+    return (sums[: len(totals)] / sums[len(totals) :]).tolist()
 
 
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:

@@ -91,7 +91,7 @@ class TrainRank:
         self._largest_micro_batch = 0
         self._num_batches = 0
         self._step = self._build_step(chunks, options)
-        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule)
+        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Saving | None = None
         self.model_written: Future[FileEntries] = Future()
@@ -119,7 +119,10 @@ class TrainRank:
         frozen = partial(FrozenReference, chunks, self._config, placement=train.reference_placement)
         reference = None
         if needs_of(settings.algorithm).reference:
-            reference = frozen(settings.reference_path or settings.model_path)
+            reference = frozen(
+                settings.reference_path or settings.model_path,
+                is_averaged=settings.algorithm.reference_ema > 0,
+            )
         teacher = None
         if settings.teacher_path:
             teacher = frozen(settings.teacher_path)

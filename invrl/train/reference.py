@@ -1,9 +1,10 @@
-"""A frozen model, the reference or a teacher: other weights for the one model, which compute in the place of
-the trained ones.
+"""The reference, or a teacher: other weights for the one model, which compute in the place of the trained ones.
 
 There is no second model. While `in_place` is open, the parameters of the model's chunks show the reference's
 weights, and the trained weights, their gradients and the optimizer's state stay where they are. A rank holds
 only its own parts of the reference, in the layout of the policy.
+
+It is frozen, unless the settings let it follow the policy; then its weights are saved with the checkpoint.
 
 Invariant: outside `in_place`, and after whatever ended it, every parameter shows its trained weights.
 Imported after `device.prepare()`.
@@ -11,10 +12,12 @@ Imported after `device.prepare()`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from invrl.train import device
 from invrl.train.families.model_config import HuggingFaceConfig
@@ -22,6 +25,8 @@ from invrl.train.model import PolicyModel
 from invrl.train.parallel.partitions import parameters_of
 from invrl.train.weights import read_weights
 
+SAVED_PREFIX = "reference."
+"""Of the names of its weights in a checkpoint."""
 Placement = Literal["cpu", "cpu_by_layer", "device"]
 """As the setting `reference_placement` describes them."""
 
@@ -36,14 +41,17 @@ class FrozenReference:
         folder: str | Path,
         *,
         placement: Placement,
+        is_averaged: bool = False,
     ) -> None:
-        """`folder`: has the weights, of a model like that of `chunks`. Raises TrainError unless they fit."""
+        """`folder`: has the weights, of a model like that of `chunks`. `is_averaged`: they are kept in
+        float32, in which small changes are not lost. Raises TrainError unless they fit."""
         own_parameters = parameters_of(chunks)
         weights = {
-            name: _kept(tensor, own_parameters[name], placement)
+            name: _kept(tensor, own_parameters[name], placement, is_averaged)
             for name, tensor in read_weights(own_parameters, config, folder)
         }
         exchange = {own_parameters[name]: weight for name, weight in weights.items()}
+        self._weights = dict(exchange)
         self._layers: list[tuple[torch.nn.Module, _Exchange]] = []
         if placement == "cpu_by_layer":
             for layer in [layer for chunk in chunks for layer in chunk.decoder.layers]:
@@ -53,6 +61,42 @@ class FrozenReference:
                 self._layers.append((layer, _Exchange(of_layer)))
         self._rest = _Exchange(exchange)
         """What is brought in whole: everything, or what is in no layer."""
+
+    def follow(self, share: float) -> None:
+        """Takes this share of the trained weights and keeps the rest of its own; 1: it becomes the policy.
+        Outside of `in_place`. Not for the placement `cpu_by_layer`, which may keep weights in fewer bits.
+
+            reference <- (1 - share) reference + share trained
+
+        TR-DPO's soft and hard update (arXiv 2404.09656, section 3).
+        """
+        for parameter, weight in self._weights.items():
+            trained = parameter.data.to(weight.device, weight.dtype)
+            if share == 1.0:
+                weight.copy_(trained)
+            else:
+                weight.lerp_(trained, share)
+
+    def saved(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The reference's own tensors for the entries of `model`, Megatron's sharded state of a chunk, by
+        their names there. What is in a checkpoint and no weight is left out."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, entry in model.items():
+            data = getattr(entry, "data", None)
+            if isinstance(data, torch.Tensor) and data in self._weights:
+                tensors[name] = self._weights[data]
+        return tensors
+
+    def sharded(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """`saved` in the form of `model`, each under its own name behind `reference.`."""
+        state: dict[str, Any] = {}
+        for name, weight in self.saved(model).items():
+            entry = model[name]
+            changes: dict[str, Any] = {"key": f"{SAVED_PREFIX}{entry.key}", "data": weight}
+            if not isinstance(entry, ShardedTensorFactory):
+                changes["dtype"] = weight.dtype
+            state[name] = replace(entry, **changes)
+        return state
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -87,10 +131,13 @@ class _Exchange:
         self._trained.clear()
 
 
-def _kept(tensor: torch.Tensor, parameter: torch.Tensor, placement: Placement) -> torch.Tensor:
+def _kept(
+    tensor: torch.Tensor, parameter: torch.Tensor, placement: Placement, is_averaged: bool
+) -> torch.Tensor:
     """A copy as it is kept between passes. By layer it stays in the dtype of the file, if that is smaller
-    than the model's: no value changes, and the wider copies never exist all at once."""
-    dtype = parameter.dtype
+    than the model's: no value changes, and the wider copies never exist all at once. `is_averaged`: in
+    float32."""
+    dtype = torch.float32 if is_averaged else parameter.dtype
     if placement == "cpu_by_layer" and tensor.dtype.itemsize < dtype.itemsize:
         dtype = tensor.dtype
     if placement == "device":

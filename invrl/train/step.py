@@ -29,6 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
+from invrl.algorithms.adaptive import Coefficients
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.objectives import (
@@ -52,7 +53,7 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks
+from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks, means_of_ranks
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
@@ -112,6 +113,8 @@ class TrainStep:
     """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
+    coefficients: Coefficients = field(init=False)
+    """As the batches so far have adapted them."""
     _objective: Objective = field(init=False)
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
@@ -121,6 +124,7 @@ class TrainStep:
     """Steps since the last one that was finite."""
 
     def __post_init__(self) -> None:
+        self.coefficients = Coefficients.of(self.algorithm)
         self._objective = objective_of(self.algorithm)
 
     def run(self, shard: Shard) -> StepResult:
@@ -133,6 +137,7 @@ class TrainStep:
         """
         start = time.monotonic()
         seconds: dict[str, float] = {}
+        self._objective = objective_of(self.coefficients.within(self.algorithm))
         with timed(seconds, "objective"):
             packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
         reference_by_step = self._frozen_logprobs(self.reference, "reference", packed, seconds)
@@ -170,6 +175,8 @@ class TrainStep:
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+        metrics |= self._adapt(metrics)
+        self._move_reference(shard)
         metrics |= self._routing_metrics(packed)
         metrics |= _work_amounts(shard, packed, time.monotonic() - start)
         # Max, because these are the same on every rank.
@@ -197,6 +204,39 @@ class TrainStep:
             with torch.no_grad():
                 measured += self._run_schedule(self._evaluation_step, work, forward_only=True)
         return merge(measured)
+
+    def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adapts the coefficients to the batch, on all ranks together. Returns those that acted in it, where
+        they are adapted at all."""
+        algorithm = self.algorithm
+        before = self.coefficients
+        acted: dict[str, Metric] = {}
+        if algorithm.kl_target:
+            acted["kl_coef"] = Max(before.kl)
+        if algorithm.entropy_target:
+            acted["entropy_coef"] = Max(before.within(algorithm).entropy_coef)
+        if not acted:
+            return {}
+        nothing = Mean(0.0, 0)
+        measured = [metrics.get(name, nothing) for name in ("kl_reference", "entropy")]
+        means = [metric for metric in measured if isinstance(metric, Mean)]
+        divergence, entropy = means_of_ranks(
+            [mean.total for mean in means], [float(mean.weight) for mean in means]
+        )
+        if not math.isnan(entropy):  # no step of the batch was finite
+            self.coefficients = before.after(algorithm, divergence, entropy)
+        return acted
+
+    def _move_reference(self, shard: Shard) -> None:
+        """Lets the reference follow the policy, where the settings say so. A version is a batch, and the
+        batch's own is that of the weights before it."""
+        if self.reference is None or not shard:
+            return
+        interval = self.algorithm.reference_reset_steps
+        if interval and (shard[0].version + 1) % interval == 0:
+            self.reference.follow(1.0)
+        if self.algorithm.reference_ema:
+            self.reference.follow(1.0 - self.algorithm.reference_ema)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
         """How the mini-batch's tokens were spread over the experts. `balance`: then the routers' biases make

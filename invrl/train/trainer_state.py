@@ -6,6 +6,7 @@ whole checkpoint consists of is in `run/checkpoints.py`.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,20 +18,30 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from invrl.algorithms.adaptive import Coefficients
 from invrl.errors import TrainError
 from invrl.file_entry import FileEntries
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train import device
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.model import PolicyModel
+from invrl.train.reference import SAVED_PREFIX
+from invrl.train.step import TrainStep
 
 
 class TrainerState:
     """Saves and loads one rank's share of the model and its optimizer, and its random state."""
 
     def __init__(
-        self, chunks: Sequence[PolicyModel], optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
+        self,
+        chunks: Sequence[PolicyModel],
+        optimizer: ChainedOptimizer,
+        schedule: OptimizerParamScheduler,
+        step: TrainStep,
     ) -> None:
+        """`step`: has the coefficients, and a reference that may move."""
+        self._step = step
+        self._moving_reference = step.reference if step.algorithm.reference_moves else None
         self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
         self._optimizer = optimizer
         self._schedule = schedule
@@ -72,12 +83,27 @@ class TrainerState:
         """Called on all ranks together. Raises TrainError if there is no checkpoint."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
-        state: Any = dist_checkpointing.load(self._sharded_state(is_loading=True), path)
+        sharded = self._sharded_state(is_loading=True)
+        if self._moving_reference is not None and not _has_reference(path):
+            raise TrainError(
+                f"{path} holds no reference: the run that saved it had one that does not move. Leave out "
+                "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
+            )
+        of_reference: dict[str, dict[str, torch.Tensor]] = {}  # loading takes the parameters out of `sharded`
+        if self._moving_reference is not None:
+            for name in self._chunks:
+                of_reference[name] = self._moving_reference.saved(sharded[name])
+        state: Any = dist_checkpointing.load(sharded, path)
         for name, chunk in self._chunks.items():
             chunk.load_state_dict(state[name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.num_steps = 0  # Megatron adds the saved number to it
         self._schedule.load_state_dict(state["schedule"])
+        if "coefficients" in state:
+            self._step.coefficients = Coefficients(**state["coefficients"])
+        for name, weights in of_reference.items():
+            for key, weight in weights.items():
+                weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
         rng_file = _rng_file(Path(path))
         if rng_file.exists():  # absent for a rank that the saving run did not have
             device.set_random_state(torch.load(rng_file, weights_only=True))
@@ -93,7 +119,17 @@ class TrainerState:
             name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._chunks.items()
         }
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        reference: dict[str, Any] = {}
+        if self._moving_reference is not None:
+            for name, chunk in model.items():
+                reference[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(chunk)
+        return {
+            **model,
+            **reference,
+            "optimizer": optimizer,
+            "schedule": self._schedule.state_dict(),
+            "coefficients": asdict(self._step.coefficients),
+        }
 
 
 class Saving:
@@ -127,6 +163,10 @@ class Saving:
             torch.save(self._random_state, cast(Any, file))
         torch.distributed.barrier()
         return {**self._tensors.written, rng_file.relative_to(self._folder).as_posix(): file.entry()}
+
+
+def _has_reference(path: str) -> bool:
+    return any(name.startswith(SAVED_PREFIX) for name in dist_checkpointing.load_tensors_metadata(path))
 
 
 def _rng_file(folder: Path) -> Path:

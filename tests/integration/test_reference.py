@@ -3,6 +3,7 @@ makes for old and reference log-probs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,13 @@ from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import mini_batches
+from invrl.types import WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(kl_coef=0.3, kl_clamp=0.0)
 BATCH = random_batch(1)
+BATCHES = [replace(random_batch(number), version=WeightVersion(number)) for number in range(3)]
+"""One after the other, as a run has them."""
 MAX_TOKENS = 25
 PLACEMENTS = ("cpu", "cpu_by_layer", "device")
 LAYOUTS = {
@@ -117,6 +121,57 @@ def test_the_reference_stays_what_it_was_and_a_failure_leaves_the_trained_weight
         [failed] = trainer.each("fail_in_reference", "decoder.layers.2")
         assert failed
         assert all(np.array_equal(weight, trained[name]) for name, weight in trainer.weights().items())
+
+
+@pytest.mark.parametrize("name", ["one", "tp2", "pp2vpp2"])
+def test_a_reference_that_moves_is_saved_and_loaded(
+    pool: RankPool, policy: Path, tmp_path: Path, name: str
+) -> None:
+    """A moving average over two batches, and a coefficient on its way: a trainer that loads the checkpoint
+    makes the same third step as the one that goes on."""
+    algorithm = ALGORITHM.model_copy(update={"reference_ema": 0.75, "kl_target": 0.01, "kl_coef": 0.3})
+    layout = LAYOUTS.get(name, ParallelLayout())
+    trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
+    weights = [trainer.weights()]
+    for batch in BATCHES[:2]:
+        trainer.train(batch)
+        weights.append(trainer.weights())
+    for tensor, during in trainer.each("weights_in_reference")[0].items() if name == "one" else ():
+        first, second, third = (part[tensor] for part in weights)
+        expected = 0.75 * (0.75 * first + 0.25 * second) + 0.25 * third
+        np.testing.assert_allclose(during, expected, rtol=1e-5, atol=1e-7)
+    trainer.each("save", str(tmp_path / "checkpoint"))
+    third = resolve(trainer.train(BATCHES[2]))
+    after = trainer.weights()
+    assert third["kl_coef"] != 0.3
+
+    resumed = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
+    resumed.each("load", str(tmp_path / "checkpoint"))
+    again = resolve(resumed.train(BATCHES[2]))
+    for number in ("kl_reference", "kl_coef", "loss"):
+        assert again[number] == pytest.approx(third[number], rel=1e-6)
+    assert all(np.allclose(weight, after[key], rtol=1e-6) for key, weight in resumed.weights().items())
+
+
+def test_a_reference_is_reset_to_the_policy_every_so_many_batches(
+    pool: RankPool, policy: Path, tmp_path: Path
+) -> None:
+    algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 2})
+    trainer = pool.build(policy, train=settings(), algorithm=algorithm)
+    initial = trainer.weights()
+    trainer.train(BATCHES[0])
+    [during] = trainer.each("weights_in_reference")
+    assert all(np.array_equal(during[key], initial[key]) for key in initial)
+    trainer.train(BATCHES[1])
+    after = trainer.weights()
+    [during] = trainer.each("weights_in_reference")
+    assert all(np.array_equal(during[key], after[key]) for key in after)
+    assert any((after[key] != initial[key]).any() for key in after)
+    frozen = pool.build(policy, train=settings(), algorithm=ALGORITHM)
+    frozen.each("save", str(tmp_path / "frozen"))
+    resumed = pool.build(policy, train=settings(), algorithm=algorithm)
+    with pytest.raises(TrainError, match="holds no reference"):
+        resumed.each("load", str(tmp_path / "frozen"))
 
 
 def test_only_a_reference_that_is_needed_is_loaded(pool: RankPool, policy: Path, tmp_path: Path) -> None:

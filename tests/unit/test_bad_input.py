@@ -388,11 +388,11 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "fewer than the 33 copies of the model",
             "--rollout-batch",
         ),
-        (["--objective", "dpo"], "algorithm.objective", "rollouts have none", "--objective rl"),
+        (["--objective", "dpo"], "data.data_path", "trains on a file", "--data-path FILE.jsonl"),
         (["--objective", "distillation"], "algorithm.objective", "needs a teacher", "--teacher-url"),
         (["--simpo-gamma", "1"], "algorithm.simpo_gamma", "only simpo", "--objective"),
         (
-            ["--objective", "orpo", "--kl-coef", "0.1"],
+            ["--objective", "orpo", "--data-path", "x.jsonl", "--kl-coef", "0.1"],
             "algorithm.kl_coef",
             "orpo does not read it",
             "leave it out",

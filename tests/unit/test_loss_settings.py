@@ -53,6 +53,16 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--kl-coef 0.1 --kl-estimator k1", "kl_estimator", "only noise", "--kl-in reward"),
         ("--kl-coef 0.1 --kl-estimator unbiased --kl-in reward", "kl_estimator", "gradient", "k1"),
+        ("--kl-target 0.1", "kl_target", "stays 0", "--kl-coef"),
+        ("--reference-ema 0.9", "reference_ema", "no reference", "--kl-coef"),
+        ("--reference-reset-steps 9", "reference_reset_steps", "no reference", "--kl-coef"),
+        ("--kl-coef 1 --reference-reset-steps 9 --reference-ema 0.9", "reference_ema", "exclude", "one of"),
+        (
+            "--kl-coef 1 --reference-reset-steps 9 --reference-placement cpu_by_layer",
+            "reference_placement",
+            "dtype of its folder",
+            "cpu or device",
+        ),
         ("--dual-clip 0.5", "dual_clip", "above 1", "3 is usual"),
         (
             "--routing-replay trainer --num-minibatches 2 --old-logprobs interpolated",

@@ -1,0 +1,59 @@
+"""Coefficients that are adapted after each batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from invrl.algorithms.adaptive import Coefficients, adapted_entropy_coef, adapted_kl_coef
+from invrl.algorithms.config import AlgorithmConfig
+
+
+@pytest.mark.parametrize(
+    ("divergence", "factor"),
+    [(0.1, 1.0), (0.11, 1.01), (0.09, 0.99), (5.0, 1.02), (0.0, 0.98), (-1.0, 0.98)],
+)
+def test_the_kl_coefficient_moves_in_proportion_and_by_two_percent_at_most(
+    divergence: float, factor: float
+) -> None:
+    assert adapted_kl_coef(0.5, divergence, 0.1) == pytest.approx(0.5 * factor)
+
+
+def test_the_kl_coefficient_finds_its_target() -> None:
+    """Where the divergence is inverse to the coefficient, KL = 0.02 / coef, the target of 0.1 is at 0.2."""
+    coef = 1.0
+    for _ in range(400):
+        coef = adapted_kl_coef(coef, 0.02 / coef, 0.1)
+    assert coef == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("coef", "entropy", "expected"),
+    [(0.0, 0.1, 0.005), (0.1, 0.3, 0.095), (0.002, 0.3, 0.0), (1.0, 0.1, 1.0), (0.1, 0.2, 0.095)],
+)
+def test_the_entropy_coefficient_moves_by_steps_within_bounds(
+    coef: float, entropy: float, expected: float
+) -> None:
+    assert adapted_entropy_coef(coef, entropy, 0.2, 0.005) == pytest.approx(expected)
+
+
+def test_coefficients_without_a_target_stay() -> None:
+    config = AlgorithmConfig(kl_coef=0.3, entropy_coef=0.02)
+    after = Coefficients.of(config).after(config, 9.0, 9.0)
+    assert after.within(config) == config
+
+
+def test_the_bonus_is_off_while_the_entropy_is_above_its_target() -> None:
+    config = AlgorithmConfig(entropy_coef=0.1, entropy_target=0.2)
+    low = Coefficients.of(config).after(config, 0.0, 0.1)
+    assert low.within(config).entropy_coef == pytest.approx(0.105)
+    high = low.after(config, 0.0, 0.5)
+    assert high.within(config).entropy_coef == 0.0
+    assert high.entropy == pytest.approx(0.1), "it is remembered"
+    assert high.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(0.105)
+
+
+def test_both_coefficients_are_adapted_together() -> None:
+    config = AlgorithmConfig(kl_coef=1.0, kl_target=0.1, entropy_target=0.2)
+    within = Coefficients.of(config).after(config, 1.0, 0.1).within(config)
+    assert (within.kl_coef, within.entropy_coef) == pytest.approx((1.02, 0.005))
+    assert within.model_copy(update={"kl_coef": 1.0, "entropy_coef": 0.0}) == config
