@@ -1,4 +1,4 @@
-"""The reference, or a teacher: other weights for the one model, which compute in the place of the trained ones.
+"""The reference, or a teacher: other weights for the one model, which compute in place of the trained ones.
 
 There is no second model. While `in_place` is open, the parameters of the model's chunks show the reference's
 weights, and the trained weights, their gradients and the optimizer's state stay where they are. A rank holds

@@ -392,12 +392,6 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         (["--objective", "distillation"], "algorithm.objective", "needs a teacher", "--teacher-url"),
         (["--simpo-gamma", "1"], "algorithm.simpo_gamma", "only simpo", "--objective"),
         (
-            ["--objective", "orpo", "--data-path", "x.jsonl", "--kl-coef", "0.1"],
-            "algorithm.kl_coef",
-            "orpo does not read it",
-            "leave it out",
-        ),
-        (
             ["--teacher-url", "http://10.0.0.5:30000"],
             "model.teacher_url",
             "rl has no teacher",

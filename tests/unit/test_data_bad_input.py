@@ -187,6 +187,11 @@ def test_a_file_that_is_missing(refused: Refused, tmp_path: Path) -> None:
             "the objective sft has no reference",
         ),
         (
+            [*SFT, "--objective", "orpo", "--kl-coef", "0.1"],
+            "algorithm.kl_coef",
+            "orpo does not read it",
+        ),
+        (
             [*SFT, "--data-eval-fraction", "1.5"],
             "data.data_eval_fraction",
             "less than 1",
