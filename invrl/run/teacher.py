@@ -143,7 +143,8 @@ class Teacher:
         logprobs: list[float] = []
         for token_id, entry in zip(ids, entries[1:], strict=True):
             logprob, their_id, *_ = entry if isinstance(entry, list) else (None, None)
-            if their_id != token_id or not isinstance(logprob, int | float):
+            # SGLang reports the last id of its vocabulary as 0, with that id's log-prob.
+            if their_id not in (token_id, 0) or not isinstance(logprob, int | float):
                 raise ServerError(
                     f"the teacher at {self._url} scored token {their_id} with {logprob} in the place of "
                     f"token {token_id}: its vocabulary is another one"
