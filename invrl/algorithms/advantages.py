@@ -59,7 +59,13 @@ def dr_grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64
     return rewards_G - rewards_G.mean()
 
 
-ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo}
+def left_to_trainer(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
+    """0 in the place of advantages that the trainer computes with its critic: [G] -> [G]. `eps` is not
+    used."""
+    return np.zeros_like(rewards_G)
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo, "gae": left_to_trainer}
 
 
 def advantage_function(name: str, deviation: Deviation = "sample") -> AdvantageFn:

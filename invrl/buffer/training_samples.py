@@ -12,7 +12,7 @@ use "add", all of these count, and a turn also has the rewards of the turns that
 reward is computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ def build_batch(
     *,
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
+    token_rewards: bool = False,
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
     token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
@@ -41,6 +42,9 @@ def build_batch(
     is the sum of the advantages of its final, child's and branch's reward and of the turn rewards from its
     own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
     supervision of GRPO (arXiv 2402.03300, section 4.1.3).
+
+    With `token_rewards` each row has the column "rewards", for a critic: its branch's reward (or its child
+    session's, or the final one) at its last trained token, and the rewards of its turns at their last tokens.
 
     Raises RunStoreError if the tokens of a taken rollout are missing; PluginError if the advantage function
     does not return one finite number per rollout."""
@@ -55,7 +59,11 @@ def build_batch(
                 place = f"session {summary.session_id} of group {group.id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
             for row in _rows(rollout):
-                samples.append(row.sample)
+                sample = row.sample
+                if token_rewards:
+                    columns = {**sample.columns, "rewards": _token_rewards(row, summary)}
+                    sample = replace(sample, columns=columns)
+                samples.append(sample)
                 advantages.append(_token_advantages(row, summary, advantage_of, use))
     return TrainBatch(
         batch_id=taken.batch_id,
@@ -251,6 +259,20 @@ def _token_advantages(
         parts.append(np.full(num_tokens, advantage, np.float32))
     advantages_T = np.concatenate(parts)
     return np.where(row.sample.loss_mask_T, advantages_T, np.float32(0.0))
+
+
+def _token_rewards(row: _Row, summary: RolloutSummary) -> NDArray[np.float32]:
+    """The rewards of a row's tokens, [T]; 0 where nothing is trained. A turn's reward is that of its last
+    token, if the turn is trained in this row."""
+    mask_T = row.sample.loss_mask_T
+    rewards_T = np.zeros(len(mask_T), np.float32)
+    rewards_T[np.flatnonzero(mask_T)[-1]] = row.sample.reward
+    end = 0
+    for turn in row.branch.row_turns:
+        end += len(turn.context_ids_T) + len(turn.sampled_ids_T)
+        if turn.id in summary.turn_rewards and len(turn.sampled_ids_T) and mask_T[end - 1]:
+            rewards_T[end - 1] += summary.turn_rewards[turn.id]
+    return rewards_T
 
 
 def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:

@@ -276,6 +276,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             store_key=store_key,
             model_path=str(config.model.folder),
             reference_path=str(config.model.reference_folder),
+            critic_path=str(config.model.critic_folder),
             chat_template=chat_template,
             train=config.train,
             algorithm=config.algorithm,

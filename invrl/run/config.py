@@ -94,6 +94,12 @@ class ModelConfig(Section):
         "the same shape; empty: those of model_path",
     )
 
+    critic_model_path: str = Field(
+        default="",
+        description="folder or checkpoint of the model that the critic begins as (advantage gae), a model of "
+        "the same shape, without its projection to the vocabulary; empty: that of model_path",
+    )
+
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
@@ -103,6 +109,11 @@ class ModelConfig(Section):
     def reference_folder(self) -> Path:
         """Of the frozen reference: absolute; meaningless without a `model_path`."""
         return _model_folder(self.reference_model_path or self.model_path)
+
+    @property
+    def critic_folder(self) -> Path:
+        """Of the critic: absolute; meaningless without a `model_path`."""
+        return _model_folder(self.critic_model_path or self.model_path)
 
     @property
     def name(self) -> str:

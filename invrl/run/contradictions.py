@@ -38,6 +38,7 @@ def check(config: Config) -> None:
         _modes,
         _schedule,
         _batch,
+        _critic,
         _routing_replay,
         _evaluation,
         _engines,
@@ -136,11 +137,62 @@ def _batch(config: Config) -> Contradictions:
         and is_built_in(algorithm.objective)
         and not needs_of(algorithm).reference
     ):
-        reason = "kl_coef is 0, so no reference is computed"
+        reason = "kl_coef and kl_reward_coef are 0, so no reference is computed"
         yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
     if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
         reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+
+
+_OF_THE_CRITIC = {
+    "algorithm": (
+        "gae_lambda",
+        "critic_gae_lambda",
+        "gae_length_alpha",
+        "value_targets",
+        "vtrace_rho_cap",
+        "vtrace_c_cap",
+        "value_clip",
+        "kl_reward_coef",
+        "discount",
+        "advantage_whitening",
+    ),
+    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "model": ("critic_model_path",),
+}
+"""Settings that act only where a critic is trained, by table."""
+
+
+def _critic(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if not algorithm.token_level and is_built_in(algorithm.objective):
+        for table, names in _OF_THE_CRITIC.items():
+            section = getattr(config, table)
+            for name in names:
+                if getattr(section, name) != type(section).model_fields[name].default:
+                    reason = f"with advantage = {algorithm.advantage!r} there is no critic"
+                    fix = f"add --advantage gae, or leave --{name.replace('_', '-')} out"
+                    yield f"{table}.{name}", reason, fix
+    if algorithm.value_targets == "vtrace":
+        if algorithm.old_logprobs == "engine":
+            reason = "with --old-logprobs engine the old policy is the one that sampled: every ratio is 1"
+            yield "algorithm.value_targets", reason, "use --old-logprobs recompute, or leave this out"
+        if algorithm.correction != "none":
+            reason = "V-trace's advantages contain the ratio old/rollout already"
+            yield "algorithm.correction", reason, "use --correction none"
+        if algorithm.gae_length_alpha:
+            reason = "V-trace has one lambda, gae_lambda, for all rows"
+            yield "algorithm.gae_length_alpha", reason, "leave it out, or --value-targets"
+        if algorithm.critic_gae_lambda != algorithm.gae_lambda:
+            reason = "V-trace has one lambda, gae_lambda, for advantages and targets"
+            yield "algorithm.critic_gae_lambda", reason, "leave it out, or --value-targets"
+    else:
+        for name in ("vtrace_rho_cap", "vtrace_c_cap"):
+            if getattr(algorithm, name) != type(algorithm).model_fields[name].default:
+                yield f"algorithm.{name}", "value_targets is not vtrace", "add --value-targets vtrace"
+    if config.train.critic_warmup_steps >= config.run.num_steps:
+        reason = f"the run has {config.run.num_steps} steps, so the policy would never learn"
+        yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
 def _routing_replay(config: Config) -> Contradictions:

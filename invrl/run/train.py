@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from invrl.algorithms.advantages import advantage_function
+from invrl.algorithms.objectives import needs_of
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
@@ -253,6 +254,7 @@ class _TrainingRun:
             self.config.algorithm.advantage_eps,
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
+            token_rewards=needs_of(self.config.algorithm).values,
         )
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)

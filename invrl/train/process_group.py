@@ -5,6 +5,7 @@ Imported after `device.prepare()`.
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -44,6 +45,13 @@ def _largest(value: float, group: Any) -> float:
     values = torch.tensor(value, dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return float(values)
+
+
+def sums_of_replicas(values: Sequence[float]) -> list[float]:
+    """The sum of each of these over the data-parallel ranks, in float64. These ranks call it together."""
+    summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
+    torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group())
+    return summed.tolist()
 
 
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:

@@ -22,6 +22,9 @@ class RankSettings:
     reference_path: str = ""
     """Folder with the weights of the frozen reference; "": those of `model_path`. They are read only if the
     objective needs a reference."""
+    critic_path: str = ""
+    """Folder with the weights that the critic begins with; "": those of `model_path`. They are read only if
+    the objective needs values."""
     chat_template: str = ""
     """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
     train: TrainConfig

@@ -45,25 +45,41 @@ def check_trainable(config: Config) -> str:
 def check_reference(config: Config) -> str:
     """The frozen reference is another set of weights for the same model: its folder is sound, it has the same
     shape, and its tokens mean the same."""
-    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
-    from invrl.run.checkpoint import check_served
-    from invrl.train.families.registry import FAMILIES
-    from invrl.train.hf_config import read_hf_config
-
     field = "model.reference_model_path"
     given = config.model.reference_model_path
     if not needs_of(config.algorithm).reference:
         return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
-    folder = config.model.reference_folder
+    _check_like_policy(field, given, config.model.reference_folder, config.model.folder)
+    return f"the weights of {config.model.reference_folder}"
+
+
+def check_critic(config: Config) -> str:
+    """The critic is another model of the policy's shape, whose tokens mean the same."""
+    given = config.model.critic_model_path
+    if not needs_of(config.algorithm).values:
+        return "none: the objective does not need it"
+    if not given:
+        return "begins as the model of model_path"
+    _check_like_policy("model.critic_model_path", given, config.model.critic_folder, config.model.folder)
+    return f"begins as the model of {config.model.critic_folder}"
+
+
+def _check_like_policy(field: str, given: str, folder: Path, policy_folder: Path) -> None:
+    """The folder is sound, its model has the policy's shape, and its tokens mean the same. `given`: the value
+    of the field."""
+    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
+    from invrl.run.checkpoint import check_served
+    from invrl.train.families.registry import FAMILIES
+    from invrl.train.hf_config import read_hf_config
+
     check_is_folder(field, given, folder)
     try:
         check_model_folder(folder, families=FAMILIES)
         check_served(folder)
     except ConfigError as error:
         raise ConfigError(field, given, error.reason, error.fix) from error
-    policy_folder = config.model.folder
     fix = "give a folder of the same model as --model-path, for example the one that it was trained from"
     differences = read_hf_config(policy_folder).differences(read_hf_config(folder))
     if differences:
@@ -75,7 +91,6 @@ def check_reference(config: Config) -> str:
         if text != expected:
             reason = f"token {token_id} is {text!r} there and {expected!r} in the model of --model-path"
             raise ConfigError(field, given, reason, fix)
-    return f"the weights of {folder}"
 
 
 def check_servable(config: Config) -> None:
