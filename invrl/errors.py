@@ -12,6 +12,7 @@ InvrlError
 │   └── ActorDiedError     a Ray actor died before it answered a call
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
+├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
 ├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
 ├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
 ├── BufferStateError       an impossible transition of the buffer
@@ -117,6 +118,15 @@ class SessionError(InvrlError):
 
 class UnsendableTaskError(InvrlError):
     """A task that cannot be written as JSON cannot go to an environment over HTTP."""
+
+
+class UnusableRowError(InvrlError):
+    """A row of a data file cannot be trained. Whoever reads the file adds which row of which file it is."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}. Fix: {fix}")
+        self.reason = reason
+        self.fix = fix
 
 
 class IdenticalFailuresError(InvrlError):

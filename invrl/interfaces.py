@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,12 @@ from invrl.types import (
     DroppedGroup,
     Group,
     GroupLease,
+    GroupOutcome,
+    Json,
     Outcome,
     TakenBatch,
     Task,
+    TaskHistory,
     TensorSpec,
     TrainBatch,
     WeightVersion,
@@ -62,6 +65,9 @@ class Endpoint(Protocol):
 class RolloutResult:
     """What a rollout function may return instead of a bare float.
 
+    Numbers are of columns that `--extra-columns` declares. A turn is named by the `id` of its answer, of any
+    client.
+
     Raises ValueError for components that the gateway would refuse: too many, or with names that are too
     long.
     """
@@ -72,6 +78,15 @@ class RolloutResult:
     """Named parts of the reward, for the metrics."""
     output: str = ""
     """Whatever the reward function needs, for example the final answer."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the rollout, by column."""
+    turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Numbers of turns, by answer id and column."""
+    token_numbers: Mapping[str, Mapping[str, Sequence[float] | NDArray[np.floating]]] = field(
+        default_factory=dict
+    )
+    """Numbers of sampled tokens, by answer id and column: one for each token that the turn sampled, in order.
+    The answer's usage counts them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
@@ -123,15 +138,52 @@ class RewardFn(Protocol):
 
 class TaskSource(Protocol):
     """Yields the tasks of a split; the same tasks for the same seed. "train" yields as long as the run asks.
-    "eval" is finite and has no task of "train"."""
+    "eval" is finite and has no task of "train".
+
+    What it returns for "train" may have more than `__next__`: the method of `OutcomeRecorder`, those of
+    `StateKeeper`, or both. Then it decides itself what comes next, and once it ends, no more tasks come; any
+    other source that ends is called again."""
 
     def __call__(self, split: str, seed: int) -> Iterator[Task]: ...
+
+
+@runtime_checkable
+class OutcomeRecorder(Protocol):
+    """Tasks that are told how their groups end, to pick the next ones."""
+
+    def record(self, outcome: GroupOutcome) -> None:
+        """Called once for every group that was leased, as soon as it is complete or dropped; not for groups
+        that are open when the run ends. It is called in the buffer's process and must be quick. If it raises,
+        that is shown and counted, and the run goes on without that outcome."""
+        ...
+
+
+@runtime_checkable
+class StateKeeper(Protocol):
+    """Tasks that go on after a resume where they were. Tasks that have neither these methods nor `record`
+    need none: a resume reads the source again up to where it was."""
+
+    def state(self) -> Json:
+        """Everything that decides what comes next, as JSON that comes back unchanged, at most 64 MiB. Called
+        for every checkpoint."""
+        ...
+
+    def restore(self, state: Json) -> None:
+        """Called on a new object of the source, before anything else, with what `state` returned."""
+        ...
 
 
 class GroupFilter(Protocol):
     """Keeps a complete group (returns None) or drops it (returns the reason, a short snake_case word)."""
 
     def __call__(self, group: Group) -> str | None: ...
+
+
+class HistoryGroupFilter(Protocol):
+    """A group filter that has a parameter `history`: the groups of the same task before this one, in this run
+    and, after a resume, in what it resumes."""
+
+    def __call__(self, group: Group, *, history: TaskHistory) -> str | None: ...
 
 
 class AdvantageFn(Protocol):
@@ -141,9 +193,22 @@ class AdvantageFn(Protocol):
     def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
 
 
+class GroupAdvantageFn(Protocol):
+    """An `AdvantageFn` with a parameter named `group` is given what is known of the rollouts: lengths,
+    components of rewards, numbers of extra columns. `rewards_G[i]` is then the final reward of
+    `group.rollouts_G[i]`. For rewards of turns, branches and children, which are not one per rollout, `group`
+    is None."""
+
+    def __call__(
+        self, rewards_G: NDArray[np.float64], *, eps: float, group: Group | None = None
+    ) -> NDArray[np.float64]: ...
+
+
 class PolicyLoss(Protocol):
     """The loss of each token from its ratio current/old, which carries the gradient, and its advantage; all
-    torch float32 [N]. Off-policy correction, KL and aggregation are applied to the result."""
+    torch float32 [N]. Off-policy correction, KL and aggregation are applied to the result. A function with a
+    further keyword `inputs=None` gets the LossInputs there: log-probs of all policies, rows, columns and
+    numbers."""
 
     def __call__(
         self, ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float

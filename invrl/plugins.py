@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from invrl.errors import PluginError
-from invrl.interfaces import GroupRolloutFn, RewardFn, RolloutFn
+from invrl.interfaces import GroupFilter, GroupRolloutFn, HistoryGroupFilter, RewardFn, RolloutFn
 
 Plugin = TypeVar("Plugin")
 MakeError = Callable[[str, str], PluginError]
@@ -46,6 +46,48 @@ def load_reward_function(path: str) -> RewardFn:
     return load_plugin(path, "reward_function_path", RewardFn)
 
 
+def takes_keyword(function: Callable[..., object], name: str) -> bool:
+    """Whether the function has a parameter of this name that can be given by keyword. `**kwargs` does not
+    count."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # a C function without a signature
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.KEYWORD_ONLY,
+        parameter.POSITIONAL_OR_KEYWORD,
+    )
+
+
+def load_group_filter(
+    path: str, built_ins: Mapping[str, GroupFilter | HistoryGroupFilter]
+) -> GroupFilter | HistoryGroupFilter:
+    """A function with a parameter `history` is checked as the form that takes it. Raises PluginError."""
+    if path in built_ins:
+        return built_ins[path]
+    make_error = partial(PluginError, "group_filter", path)
+    target, attribute = _find(path, list(built_ins), make_error)
+    if takes_history(target):
+        _check_call(target, attribute, HistoryGroupFilter, make_error)
+    else:
+        _check_call(target, attribute, GroupFilter, make_error, or_as=HistoryGroupFilter)
+    return cast(GroupFilter, target)
+
+
+def takes_history(group_filter: object) -> bool:
+    """Whether the group filter has a parameter `history` besides its first one."""
+    if not callable(group_filter) or inspect.isclass(group_filter):
+        return False
+    try:
+        parameters = list(inspect.signature(group_filter).parameters.values())
+    except ValueError:  # a C function without a signature
+        return False
+    return any(
+        parameter.name == "history" and parameter.kind is not parameter.POSITIONAL_ONLY
+        for parameter in parameters[1:]
+    )
+
+
 def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:
@@ -59,19 +101,24 @@ def load_plugin(
     if path in built_ins:
         return built_ins[path]
     make_error = partial(PluginError, field, path)
+    target, attribute = _find(path, list(built_ins), make_error)
+    _check_call(target, attribute, protocol, make_error)
+    return cast(Plugin, target)
+
+
+def _find(path: str, built_in_names: list[str], make_error: MakeError) -> tuple[object, str]:
+    """The object at `module:name`, and its name. Raises PluginError."""
     module_name, colon, attribute = path.partition(":")
     file = ""
     if colon and _is_file_path(module_name):
         file = module_name
         module_name = _module_of_file(file, attribute, make_error)
     if not colon or not _all_identifiers(f"{module_name}.{attribute}"):
-        raise _malformed(path, list(built_ins), make_error)
+        raise _malformed(path, built_in_names, make_error)
     module = _import(module_name, make_error)
     if file:
         _check_same_file(module, module_name, file, make_error)
-    target = _reach(module, module_name, attribute, make_error)
-    _check_call(target, attribute, protocol, make_error)
-    return cast(Plugin, target)
+    return _reach(module, module_name, attribute, make_error), attribute
 
 
 def _is_file_path(text: str) -> bool:
@@ -181,14 +228,17 @@ def _reach(module: object, module_name: str, attribute: str, make_error: MakeErr
     return target
 
 
-def _check_call(target: object, attribute: str, protocol: type, make_error: MakeError) -> None:
-    """Raises PluginError unless `target` accepts the call that the protocol describes."""
+def _check_call(
+    target: object, attribute: str, protocol: type, make_error: MakeError, *, or_as: type | None = None
+) -> None:
+    """Raises PluginError unless `target` accepts the call that the protocol describes. `or_as`: another form
+    that the fix names too."""
     fix = "give a function, or an object with a __call__ method"
     if inspect.isclass(target):
         raise make_error("a class, not a function", fix)
     if not callable(target):
         raise make_error(f"{target!r} is not callable", fix)
-    parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    parameters = _call_parameters(protocol)
     by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     by_position = [None] * (len(parameters) - len(by_name))
     try:
@@ -198,13 +248,20 @@ def _check_call(target: object, attribute: str, protocol: type, make_error: Make
     try:
         signature.bind(*by_position, **by_name)
     except TypeError as error:
-        plain_parameters = [
-            parameter.replace(annotation=parameter.empty, default=parameter.empty) for parameter in parameters
-        ]
         reason = f"its signature {signature} does not take the call it will get ({error})"
         function_name = attribute.rpartition(".")[2]
-        fix = f"write it as {function_name}{inspect.Signature(plain_parameters)}"
+        fix = f"write it as {function_name}{inspect.Signature(parameters)}"
+        if or_as is not None:
+            fix += f" or {function_name}{inspect.Signature(_call_parameters(or_as))}"
         raise make_error(reason, fix) from None
+
+
+def _call_parameters(protocol: type) -> list[inspect.Parameter]:
+    """The parameters of the call that the protocol describes, without their types."""
+    parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    return [
+        parameter.replace(annotation=parameter.empty, default=parameter.empty) for parameter in parameters
+    ]
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:

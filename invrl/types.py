@@ -323,6 +323,10 @@ class RolloutSummary(RolloutIdentity):
     which it inherits."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Of extra columns that have one number per rollout, by name, as far as they were given."""
+    turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Turn id -> name -> number, of extra columns that have one number per turn."""
     failure: FailureReason | None = None
     """Set where the rollout failed but counts, with the reward that the run gives to such failures."""
 
@@ -336,6 +340,8 @@ class Rollout:
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
     """By turn id, where the run records them: one row for each of the turn's tokens, the experts of the pass
     that predicted it."""
+    token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(default_factory=dict)
+    """Turn id -> name -> one number for each sampled token, of extra columns that have one per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +370,68 @@ class Group:
     id: str
     task_id: str
     rollouts_G: tuple[RolloutSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """How a group ended, as its task source is told it and as the history of its task keeps it.
+
+    A group that is kept ends, in this sense, when it is complete: it is trained later, unless its tokens are
+    too old or lost by then."""
+
+    task_id: str
+    """As the task source gave it, without the "@n" of a task that comes back."""
+    group_id: str
+    version: WeightVersion
+    """The trainer's version at that time, which is the number of batches trained."""
+    rewards_G: tuple[float, ...]
+    """Of the rollouts that finished, in the order of their indices. Fewer than the group's size if it is not
+    complete."""
+    num_solved: int
+    """How many of these rewards are at least --success-reward."""
+    complete: bool
+    """Whether all rollouts of the group finished."""
+    dropped: str = ""
+    """Why the group is not trained: "zero_variance", "filtered/<the filter's word>", "stale", "incomplete"
+    and so on (`DropReason`). "" if it is kept."""
+
+    @property
+    def success_rate(self) -> float | None:
+        """The share of these rewards that are at least --success-reward. None without a reward."""
+        if not self.rewards_G:
+            return None
+        return self.num_solved / len(self.rewards_G)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskHistory:
+    """The complete groups that a task has had so far in the run, whether they were kept or dropped."""
+
+    task_id: str
+    """As in `GroupOutcome`."""
+    num_groups: int = 0
+    num_kept: int = 0
+    """Groups that no filter dropped."""
+    num_rollouts: int = 0
+    num_solved: int = 0
+    """Rollouts with a reward of at least --success-reward."""
+    reward_sum: float = 0.0
+    recent: tuple[GroupOutcome, ...] = ()
+    """The last groups, oldest first; at most 16."""
+
+    @property
+    def success_rate(self) -> float | None:
+        """The share of solved rollouts over all groups. None before the first group."""
+        if not self.num_rollouts:
+            return None
+        return self.num_solved / self.num_rollouts
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over all rollouts. None before the first group."""
+        if not self.num_rollouts:
+            return None
+        return self.reward_sum / self.num_rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

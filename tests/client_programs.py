@@ -1,8 +1,8 @@
 """The programs under tests/clients/ in environments of their own, made once and kept.
 
-`python()` installs a file of requirements into a virtual environment, `npm()` packages into a prefix, under
-`~/.cache/invrl/clients` (or $INVRL_CLIENTS), each in a folder named by a hash of what it holds. Whatever asks
-for the network beyond this machine finds a proxy that is not there.
+`python()` and `python_beside_ours()` install a file of requirements into a virtual environment, `npm()`
+packages into a prefix, under `~/.cache/invrl/clients` (or $INVRL_CLIENTS), each in a folder named by a hash
+of what it holds. Whatever asks for the network beyond this machine finds a proxy that is not there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,22 @@ def python(requirements: str = "requirements.txt") -> Path:
             subprocess.run(run, check=True, timeout=_INSTALL_S)
             pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "-r", str(pinned)]
             subprocess.run(pip, check=True, timeout=_INSTALL_S)
+    return folder / "bin/python"
+
+
+def python_beside_ours(requirements: Path) -> Path:
+    """The Python of an environment that has these packages, without what they require, over those of this
+    environment, torch among them (about 30 s)."""
+    ours = sysconfig.get_path("purelib")
+    folder = cache() / f"beside-{_digest(sys.version + ours + requirements.read_text())}"
+    with _made(folder) as missing:
+        if missing:
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=_INSTALL_S)
+            python_path = str(folder / "bin/python")
+            pip = [python_path, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(requirements)]
+            subprocess.run(pip, check=True, timeout=_INSTALL_S)
+            [site] = folder.glob("lib/python*/site-packages")
+            (site / "ours.pth").write_text(f"{ours}\n")
     return folder / "bin/python"
 
 

@@ -31,6 +31,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"host", "store"},
     "gateway": {"host", "store", "engines.sglang_client", "engines.routed_experts"},
     "observe": {"host", "store", "buffer", "gateway.types"},
+    "datasets": {
+        "store",
+        "gateway.types",
+        "gateway.dialects.chat",
+        "gateway.dialects.joined_messages",
+        "gateway.rendering.loading",
+        "gateway.rendering.renderer",
+    },
 }
 MAY_IMPORT["bench"] = {"host", "train", "algorithms", "engines", "weights"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)

@@ -5,6 +5,7 @@
 | how a reward becomes an advantage | `advantages.py` |
 | the loss of a micro-batch, where the axes meet | `losses.py` |
 | the ratio current/old | `ratios.py` |
+| the old policy: recomputed, the engine's, interpolated | `old_policy.py` |
 | the loss of one token (clipping) | `surrogates.py` |
 | the off-policy correction old/rollout | `corrections.py` |
 | the KL term | `kl.py` |

@@ -1,8 +1,32 @@
 """Off-policy correction: the weight of a token's loss, because the engine did not sample from the old policy.
 
 The engine (the rollout policy) differs from the old policy of the trainer by other kernels, another precision
-or an older weight version.
+or an older weight version. Two settings make the weight, each at a level of its own:
+
+    w_t = clamp(ratio, correction_floor, correction_cap) * 1[rejection_low <= ratio' <= rejection_high]
+
+The levels of a ratio old/rollout: `token` is the token's; `sequence` the product over the row's trained
+tokens; `geometric` the geometric mean over them. For example
+
+| published as | `correction` | `rejection` |
+|---|---|---|
+| truncated importance sampling (TIS, Yao et al. 2025) | truncated | none |
+| masked tokens: IcePop (Ring-1T, arXiv 2510.18855) | truncated, cap = rejection_high | token |
+| truncated sequences (verl's Seq-TIS) | sequence_truncated | none |
+| masked sequences (verl's Seq-MIS) | sequence_truncated, cap = rejection_high | sequence |
+| geometric rejection (verl's Geo-RS; arXiv 2512.23075) | none | geometric |
+| the same with weights (verl's Geo-RS-Token-TIS) | truncated | geometric |
+
+A rejected token has weight 0 and stays in the denominators, as in TRL, AReaL and slime; verl takes it out of
+them where old log-probs are recomputed. The KL term and the entropy bonus of a rejected token stay. A weight
+is never divided by the mean weight of the batch.
+
+RSPO's router-shift weight (arXiv 2510.23027) is not here. It needs the probabilities that the router gave
+the chosen experts when the tokens were sampled, and those that it gives the same experts now, per token and
+layer. Engines report which experts were chosen and no probability, and the loss sees no router.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +34,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from invrl.algorithms.ratios import token_ratio
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Rows
+from invrl.algorithms.ratios import clamp_log_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,31 +44,65 @@ class Correction:
     """The weight of each token."""
 
     weight_N: Tensor
-    """float32 [N], detached."""
+    """float32 [N], detached; 0 where rejected."""
     capped_N: Tensor
-    """bool [N]: whether the cap reduced the weight."""
+    """bool [N]: whether a bound (`correction_cap`, `correction_floor`) changed the weight."""
+    rejected_N: Tensor
+    """bool [N]."""
 
 
-def none(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
-    """w_t = 1."""
-    weight_N = torch.ones_like(old_N)
-    capped_N = torch.zeros_like(old_N, dtype=torch.bool)
-    return Correction(weight_N=weight_N, capped_N=capped_N)
+def token_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """[N] -> [N]: what it is."""
+    return log_ratio_N
 
 
-def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
-    """Truncated importance sampling (Ionides 2008), from log-probs [N], [N].
-
-        w_t = min(exp(old_t - rollout_t), cap)
-
-    Used against the mismatch of sampler and trainer by Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training".
-    """
-    ratio_N = token_ratio(old_N.detach(), rollout_N.detach())
-    return Correction(weight_N=ratio_N.clamp(max=cap), capped_N=ratio_N > cap)
+def sequence_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """[N] -> [N]: the sum over the token's row, which is the logarithm of the product of ratios."""
+    return rows.spread(rows.sum(log_ratio_N))
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {
-    "none": none,
-    "truncated": truncated,
+def geometric_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """[N] -> [N]: the mean over the token's row."""
+    return rows.spread(rows.mean(log_ratio_N))
+
+
+LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    "token": token_level,
+    "sequence": sequence_level,
+    "geometric": geometric_level,
 }
+CORRECTIONS = {
+    "truncated": "token",
+    "sequence_truncated": "sequence",
+    "geometric_truncated": "geometric",
+}
+"""The level of each correction but `none`."""
+
+
+def correct(old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfig) -> Correction:
+    """The weight in the module's docstring, from log-probs [N], [N].
+
+    Truncated importance sampling is Ionides 2008; against the mismatch of sampler and trainer it was proposed
+    by Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Logarithms
+    of ratios are clamped at `ratios.LOG_RATIO_BOUND` at their level, as in verl. A bound of 0 is none.
+    """
+    log_ratio_N = old_N.detach() - rollout_N.detach()
+
+    def ratio(level: str) -> Tensor:
+        return clamp_log_ratio(LEVELS[level](log_ratio_N, rows)).exp()
+
+    weight_N = torch.ones_like(log_ratio_N)
+    capped_N = torch.zeros_like(log_ratio_N, dtype=torch.bool)
+    if config.correction != "none":
+        ratio_N = ratio(CORRECTIONS[config.correction])
+        weight_N = ratio_N.clamp(config.correction_floor, config.correction_cap)
+        capped_N = (ratio_N > config.correction_cap) | (ratio_N < config.correction_floor)
+    rejected_N = torch.zeros_like(capped_N)
+    if config.rejection != "none":
+        ratio_N = ratio(config.rejection)
+        rejected_N = ratio_N < config.rejection_low
+        if config.rejection_high:
+            rejected_N = rejected_N | (ratio_N > config.rejection_high)
+    return Correction(
+        weight_N=weight_N.masked_fill(rejected_N, 0.0), capped_N=capped_N, rejected_N=rejected_N
+    )

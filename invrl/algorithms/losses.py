@@ -1,100 +1,137 @@
 """The policy loss of one micro-batch: here the axes meet.
 
 There are three policies: *rollout* (the one with which the engine sampled), *old* (the proximal policy) and
-*current* (the one with a gradient). Clipping acts on current/old, the correction on old/rollout:
+*current* (the one with a gradient). The surrogate bounds current/old, the correction weighs old/rollout:
 
-    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * min(k3(current_t || reference_t), kl_clamp) ]
+    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * KL(current_t, reference_t) - entropy_coef * H_t ]
 
-    r_t = current_t / old_t         ratios.py
+    r_t = current_t / old_t         ratios.py, old_policy.py
     surrogate                       surrogates.py
     w_t from old_t / rollout_t      corrections.py
-    k3                              kl.py
+    KL                              kl.py, at most kl_clamp
+    H_t                             the entropy of the current distribution
     a_t                             aggregation.py
     A_t                             advantages.py, computed when the batch is taken
 
-No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), k3 is bounded by
-`kl_clamp`, and the surrogate `clip` has a dual clip.
+With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in the rewards that A_t
+is estimated from).
+
+No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), the KL term is bounded
+by `kl_clamp`, and the surrogate `clip` has a dual clip.
 
 Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not depend on how the
-tokens were split.
+rows were split.
 """
 
 import math
 
 import torch
+from torch import Tensor
 
 from invrl.algorithms.aggregation import AGGREGATIONS
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.corrections import CORRECTIONS
-from invrl.algorithms.kl import k3
+from invrl.algorithms.corrections import Correction, correct
+from invrl.algorithms.kl import estimate, k3, to_go
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
+from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
-from invrl.algorithms.surrogates import CLIP, clipped_tokens, surrogate_function
+from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
+from invrl.metrics import Metric
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss in the module's docstring.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs, PluginError for a surrogate that cannot be
-    loaded.
+    Raises ValueError for kl_coef > 0 without reference log-probs and entropy_coef > 0 without entropies,
+    PluginError for a surrogate that cannot be loaded or trained.
     """
-    current_N = inputs.current_N
-    rollout_N = inputs.rollout_N.detach()
-    if config.old_logprobs == "engine":
-        old_N = rollout_N
-    elif inputs.old_N is not None:
-        old_N = inputs.old_N.detach()
-    else:
-        old_N = current_N.detach()
+    if config.kl_coef and inputs.reference_N is None:
+        raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
+    if config.entropy_coef and inputs.entropy_N is None:
+        raise ValueError(f"entropy_coef is {config.entropy_coef} but there are no entropies")
+    old_N = old_logprobs(inputs, config.old_logprobs)
     advantages_N = inputs.advantages_N
+    if config.kl_coef and config.kl_in == "reward" and not config.kl_in_token_rewards:
+        advantages_N = _with_kl_penalty(inputs, old_N, config)
 
+    ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N, inputs.rows)
     surrogate = surrogate_function(config.policy_loss)
-    is_clip = config.policy_loss == CLIP
-    bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
-    if is_clip:  # the only surrogate with a dual clip
-        bounds["dual_clip"] = config.dual_clip
-    ratio_N = RATIOS[config.ratio_level](current_N, old_N)
-    correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)
-    surrogate_N = surrogate(ratio_N, advantages_N, **bounds)
-    losses_N = correction.weight_N * surrogate_N
-
-    kl_N = None
-    if inputs.reference_N is not None:
-        kl_N = k3(current_N, inputs.reference_N.detach())
-    kl_bound = config.kl_clamp or math.inf
-    if config.kl_coef:
-        if kl_N is None:
-            raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
-        losses_N = losses_N + config.kl_coef * kl_N.clamp(max=kl_bound)
+    surrogate_losses = surrogate(
+        SurrogateInputs(ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config)
+    )
+    correction = correct(old_N, inputs.rollout_N, inputs.rows, config)
+    losses_N = correction.weight_N * surrogate_losses.losses_N
+    if config.kl_coef and config.kl_in == "loss":
+        losses_N = losses_N + config.kl_coef * _kl_term(inputs, inputs.current_N, config)
+    if config.entropy_coef and inputs.entropy_N is not None:
+        losses_N = losses_N - config.entropy_coef * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
 
     with torch.no_grad():
-        gap_N = (old_N - rollout_N).abs()
-        means = {
-            "loss": losses_N,
-            "ratio_mean": ratio_N,
-            "approx_kl": k3(old_N, current_N),  # the tokens were drawn from old
-            "correction_mean": correction.weight_N,
-            "correction_capped_fraction": correction.capped_N,
-            "logprob_gap_mean": gap_N,
-        }
-        if is_clip:
-            clipped = clipped_tokens(ratio_N, advantages_N, **bounds)
-            means["clip_fraction"] = clipped.any_N
-            means["clip_fraction_low"] = clipped.low_N
-            means["clip_fraction_high"] = clipped.high_N
-            means["clip_fraction_dual"] = clipped.dual_N
-        if kl_N is not None:
-            means["kl_reference"] = kl_N
-            means["kl_clamped_fraction"] = kl_N > kl_bound
-        if inputs.entropy_N is not None:
-            means["entropy"] = inputs.entropy_N
-        maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
-        metrics = token_metrics(means, maxima)
-        if inputs.after_update_N is not None:
-            gaps = gap_N[inputs.after_update_N]
-            spanning = token_metrics({"mean": gaps}, {"max": gaps})
-            metrics |= {f"logprob_gap_after_update_{name}": metric for name, metric in spanning.items()}
-        return LossOutputs(loss=loss, metrics=metrics)
+        means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means}
+        metrics = _metrics(inputs, old_N, correction, config, means=means, maxima={"ratio_max": ratio_N})
+    return LossOutputs(loss=loss, metrics=metrics)
+
+
+def _kl_term(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
+    """The term of the loss or of the reward: `_divergence` between -kl_clamp and kl_clamp."""
+    bound = config.kl_clamp or math.inf
+    return _divergence(inputs, policy_N, config).clamp(-bound, bound)
+
+
+def _divergence(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
+    """The estimate of KL(policy || reference) of each token [N]."""
+    assert inputs.reference_N is not None
+    return estimate(config.kl_estimator, policy_N, inputs.reference_N.detach(), inputs.rollout_N.detach())
+
+
+def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Advantages [N] with the KL term as a reward of each token:
+
+        A_t' = A_t - kl_coef * sum over s >= t of KL(old_s, reference_s)
+
+    The sum is over the row's trained tokens, without discount; nothing in it has a gradient (Ziegler et al.
+    2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl subtracts the same penalty
+    of the same policy from the rewards before they become advantages, so there it also enters the baseline
+    and the division by a deviation; here it does not.
+    """
+    penalty_N = config.kl_coef * _kl_term(inputs, old_N, config)
+    return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
+
+
+def _metrics(
+    inputs: LossInputs,
+    old_N: Tensor,
+    correction: Correction,
+    config: AlgorithmConfig,
+    *,
+    means: dict[str, Tensor],
+    maxima: dict[str, Tensor],
+) -> dict[str, Metric]:
+    """Those of the axes besides `means` and `maxima`, [N] each."""
+    rollout_N = inputs.rollout_N
+    gap_N = (old_N - rollout_N).abs()
+    means = {
+        **means,
+        "approx_kl": k3(old_N, inputs.current_N),  # the tokens were drawn from old
+        "correction_mean": correction.weight_N,
+        "correction_capped_fraction": correction.capped_N,
+        "logprob_gap_mean": gap_N,
+    }
+    if config.rejection != "none":
+        means["rejected_fraction"] = correction.rejected_N
+    if inputs.reference_N is not None:
+        means["kl_reference"] = k3(inputs.current_N, inputs.reference_N)
+        bound = config.kl_clamp or math.inf
+        policy_N = inputs.current_N if config.kl_in == "loss" else old_N
+        means["kl_clamped_fraction"] = _divergence(inputs, policy_N, config).abs() > bound
+    if inputs.entropy_N is not None:
+        means["entropy"] = inputs.entropy_N
+    metrics = token_metrics(means, {**maxima, "logprob_gap_max": gap_N})
+    if inputs.after_update_N is not None:
+        gaps = gap_N[inputs.after_update_N]
+        spanning = token_metrics({"mean": gaps}, {"max": gaps})
+        metrics |= {f"logprob_gap_after_update_{name}": metric for name, metric in spanning.items()}
+    return metrics

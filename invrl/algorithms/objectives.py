@@ -27,6 +27,12 @@ Coupling = Callable[["RowTable"], Mapping[str, "NDArray[np.float64]"]]
 """From all rows of a mini-batch to more numbers for each of them, [M] by name."""
 
 POLICY_GRADIENT = "rl"
+DISTILLATION = "distillation"
+ON_PAIRS = ("dpo", "ipo", "orpo", "simpo")
+ON_ROLLOUTS = (POLICY_GRADIENT, DISTILLATION)
+"""Those that train on what the policy itself has sampled."""
+ON_FILES = ("sft", *ON_PAIRS, "kto")
+"""Those that train on rows that are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,36 +51,55 @@ class Needs:
     row_table: bool = False
     """The sums of all rows of a mini-batch under the current policy (`row_table.py`). The objective then has
     a method `couple`."""
+    mismatched_rows: bool = False
+    """Beside each row one with its prompt and another row's answer (`mismatched_rows.py`)."""
 
 
 def is_built_in(name: str) -> bool:
-    return name == POLICY_GRADIENT
+    return name in ON_ROLLOUTS or name in ON_FILES
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
     """Raises PluginError for a user's objective that cannot be loaded, whose needs are something else, or
-    which does not read the values that the advantages need."""
-    if config.objective == POLICY_GRADIENT:
-        return Needs(
-            old=config.old_logprobs == "recompute",
-            reference=config.kl_coef > 0 or config.kl_reward_coef > 0,
-            values=config.token_level,
-        )
+    which does not name the values that the advantage needs."""
+    match config.objective:
+        case "rl":
+            return Needs(
+                old=config.old_logprobs == "recompute",
+                reference=config.kl_coef > 0,
+                values=config.token_level,
+            )
+        case "sft":
+            return Needs()
+        case "dpo" | "ipo":
+            return Needs(reference=True, row_table=True)
+        case "orpo" | "simpo":
+            return Needs(row_table=True)
+        case "kto":
+            return Needs(reference=True, row_table=True, mismatched_rows=True)
     needs = _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
     if config.token_level and not needs.values:
         reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
         fix = "declare Needs(values=True, ...), or use an advantage without a critic (--advantage grpo)"
         raise PluginError("objective", config.objective, reason, fix)
-    return replace(needs, reference=needs.reference or config.kl_reward_coef > 0)
+    return replace(needs, reference=needs.reference or config.kl_in_token_rewards)
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:
     """The built-in of that name with these settings, or the user's function at `module:name`. Raises
     PluginError."""
-    if config.objective != POLICY_GRADIENT:
+    if not is_built_in(config.objective):
         return load_plugin(config.objective, "objective", Objective)
     from invrl.algorithms.losses import policy_loss
+    from invrl.algorithms.preferences import KtoObjective, PairObjective
+    from invrl.algorithms.sft import sft_loss
 
+    if config.objective == "sft":
+        return partial(sft_loss, config=config)
+    if config.objective in ON_PAIRS:
+        return PairObjective(config)
+    if config.objective == "kto":
+        return KtoObjective(config)
     return partial(policy_loss, config=config)
 
 

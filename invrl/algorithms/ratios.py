@@ -1,8 +1,17 @@
-"""Importance ratios of one policy to another, at the level at which they are taken (so far: the token)."""
+"""Importance ratios of one policy to another, at the level at which they are taken: the token or the row.
+
+A row is a sequence: one branch of a rollout. Its tokens are those that are trained in it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from invrl.algorithms.loss_inputs import Rows
 
 LOG_RATIO_BOUND = 20.0
 """Nats. A difference of log-probs is clamped to [-20, 20] before `exp`: float32 overflows at 88.7, and one
@@ -26,4 +35,37 @@ def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
     return log_ratio_N.exp()
 
 
-RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratio}
+def sequence_ratio(numerator_N: Tensor, denominator_N: Tensor, rows: Rows) -> Tensor:
+    """GSPO's ratio of the token's row, normalized by its length (arXiv 2507.18071, eq. 7): [N], [N] -> [N].
+
+        s_i = exp( mean_t (log p_t - log q_t) )
+
+    All tokens of a row have the same ratio, and the gradient goes through all of them. With the aggregation
+    `sequence_mean` this is GSPO's objective (eq. 5). As TRL's level `sequence`. verl's `gspo` has the same
+    value and, with advantages that are equal within a row, the same gradient (`sequence_token_ratio`).
+    """
+    row_mean_R = rows.mean(numerator_N - denominator_N)
+    return rows.spread(clamp_log_ratio(row_mean_R).exp())
+
+
+def sequence_token_ratio(numerator_N: Tensor, denominator_N: Tensor, rows: Rows) -> Tensor:
+    """GSPO-token's ratio (arXiv 2507.18071, section 4.3), from log-probs: [N], [N] -> [N].
+
+        s_it = sg[s_i] p_t / sg[p_t]
+
+    sg stops the gradient. The value is that of `sequence_ratio`; the gradient of a token's ratio is of that
+    token alone, so that advantages may differ within a row.
+    """
+    own_N = numerator_N - numerator_N.detach()  # 0, with the gradient
+    return sequence_ratio(numerator_N.detach(), denominator_N, rows) * own_N.exp()
+
+
+def _token_ratio(numerator_N: Tensor, denominator_N: Tensor, rows: Rows) -> Tensor:
+    return token_ratio(numerator_N, denominator_N)
+
+
+RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
+    "token": _token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}

@@ -1,18 +1,62 @@
-"""Surrogates: the loss of one token from its ratio current/old and its advantage. Each is a PolicyLoss.
+"""Surrogates: the loss of one token from its ratio current/old and its advantage.
+
+A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's function is a
+PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the LossInputs too.
+
+Three published ones are not here. DPPO's top-k divergence (arXiv 2602.04879, eq. 15 and 16) and SimKO (arXiv
+2510.14807) need log-probs of the k most likely tokens, under the policy that sampled or the old one and, with
+a gradient, under the current one; a run records the sampled token's alone, and the trainer computes no other.
+The gate of rejection-gated policy optimization (arXiv 2604.14895) has no formula that we could read.
 
 Torch is not imported here: the driver checks the setting with this module and never holds a tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
+from invrl.algorithms.ratios import LOG_RATIO_BOUND
+from invrl.errors import PluginError
 from invrl.interfaces import PolicyLoss
 from invrl.plugins import load_plugin
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from invrl.algorithms.config import AlgorithmConfig
+    from invrl.algorithms.loss_inputs import LossInputs
+
+_LEAST_PROBABILITY = 1e-8
+"""Of all the other tokens together, in `dppo_kl`, as in the authors' code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SurrogateInputs:
+    """What a surrogate is computed from: tensors [N] of the trained tokens of one micro-batch."""
+
+    ratio_N: Tensor
+    """current/old at the setting's `ratio_level`, with its gradient."""
+    advantages_N: Tensor
+    """Constants."""
+    inputs: LossInputs
+    """The log-probs of all policies, the rows, the user's columns and numbers."""
+    config: AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLosses:
+    """What a surrogate returns."""
+
+    losses_N: Tensor
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] each, bool or float: the metric of that name is their mean over the tokens."""
+
+
+Surrogate = Callable[[SurrogateInputs], TokenLosses]
 
 
 def clip(
@@ -43,15 +87,6 @@ def clip(
     return bounded_N.where(advantages_N < 0, losses_N)
 
 
-CLIP = "clip"
-SURROGATES: dict[str, PolicyLoss] = {CLIP: clip}
-
-
-def surrogate_function(name: str) -> PolicyLoss:
-    """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_plugin(name, "policy_loss", PolicyLoss, SURROGATES)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClippedTokens:
     """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound is not clipped."""
@@ -80,3 +115,203 @@ def clipped_tokens(
         high_N=(ratio_N > 1.0 + eps_clip_high) & positive_N,
         dual_N=(ratio_N > dual_bound) & negative_N,
     )
+
+
+def _clip(of: SurrogateInputs) -> TokenLosses:
+    """`clip` with the settings, and what it clipped."""
+    low = of.config.eps_clip_low
+    high = of.config.eps_clip_high
+    dual = of.config.dual_clip
+    losses_N = clip(of.ratio_N, of.advantages_N, eps_clip_low=low, eps_clip_high=high, dual_clip=dual)
+    clipped = clipped_tokens(
+        of.ratio_N.detach(), of.advantages_N, eps_clip_low=low, eps_clip_high=high, dual_clip=dual
+    )
+    means = {
+        "clip_fraction": clipped.any_N,
+        "clip_fraction_low": clipped.low_N,
+        "clip_fraction_high": clipped.high_N,
+        "clip_fraction_dual": clipped.dual_N,
+    }
+    return TokenLosses(losses_N=losses_N, means=means)
+
+
+def cispo(of: SurrogateInputs) -> TokenLosses:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): [N] -> [N].
+
+        L = -sg[clamp(r, 1 - eps_clip_low, 1 + eps_clip_high)] A log p
+
+    The ratio is bounded and no token loses its gradient. The paper has no lower bound in effect:
+    `eps_clip_low` of 1 or more. verl's `cispo` is the same. TRL's has the upper bound only, and its
+    `epsilon_high` is the bound itself, 1 + our `eps_clip_high`.
+    """
+    ratio_N = of.ratio_N.detach()
+    lowest = 1.0 - of.config.eps_clip_low
+    highest = 1.0 + of.config.eps_clip_high
+    losses_N = -ratio_N.clamp(lowest, highest) * of.advantages_N * of.inputs.current_N
+    below_N = ratio_N < lowest
+    above_N = ratio_N > highest
+    means = {
+        "clip_fraction": below_N | above_N,
+        "clip_fraction_low": below_N,
+        "clip_fraction_high": above_N,
+    }
+    return TokenLosses(losses_N=losses_N, means=means)
+
+
+def sapo(of: SurrogateInputs) -> TokenLosses:
+    """SAPO's soft gate (arXiv 2511.20347, eq. 5 and 6): [N] -> [N].
+
+        L = -(4 / tau) sigmoid(tau (r - 1)) A
+
+    tau is `sapo_temperature_positive` where A > 0, else `sapo_temperature_negative`.
+    The slope in r is 1 at r = 1 and falls smoothly on both sides. Nothing is clipped. TRL's `sapo` and verl's
+    have the same token losses; both then take the mean over rows of each row's mean.
+    """
+    temperature_N = _chosen(
+        of.advantages_N > 0,
+        of.config.sapo_temperature_positive,
+        of.config.sapo_temperature_negative,
+        like_N=of.advantages_N,
+    )
+    gate_N = (temperature_N * (of.ratio_N - 1.0)).sigmoid() * 4.0 / temperature_N
+    return TokenLosses(losses_N=-gate_N * of.advantages_N)
+
+
+def policy_gradient(of: SurrogateInputs) -> TokenLosses:
+    """The plain policy gradient (REINFORCE, Williams 1992): [N] -> [N].
+
+        L = -A log p
+
+    No ratio, so nothing is clipped. The off-policy correction makes it the gradient of the old policy's
+    objective.
+    """
+    return TokenLosses(losses_N=-of.advantages_N * of.inputs.current_N)
+
+
+def dppo_tv(of: SurrogateInputs) -> TokenLosses:
+    """DPPO with the binary total variation (arXiv 2602.04879, eq. 12 and 13): [N] -> [N].
+
+        L = -M r A,    M = 0 where |p - q| > dppo_threshold and the update would go further from q, else 1
+
+    p is the token's probability under the current policy and q under the one that sampled it: the paper
+    (section 5.2) anchors the trust region there and not at recomputed log-probs. "Further" means p > q with
+    A > 0, or p < q with A < 0. The paper's r is p/q, which is ours with `old_logprobs` engine; otherwise r is
+    current/old and the correction gives the rest. Unlike verl and the authors' code we do not truncate r
+    below e^20: section 5.4 found that it hurts.
+    """
+    inputs = of.inputs
+    current_N = inputs.current_N.detach()
+    distance_N = (current_N.exp() - inputs.rollout_N.exp()).abs()
+    return _masked_by_distance(of, distance_N)
+
+
+def dppo_kl(of: SurrogateInputs) -> TokenLosses:
+    """DPPO with the binary KL divergence (arXiv 2602.04879, eq. 12 and 14): as `dppo_tv`, with
+
+        D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    in the place of |p - q|. 1 - q and 1 - p are at least 1e-8, as in the authors' code.
+    """
+    inputs = of.inputs
+    current_N = inputs.current_N.detach()
+    rollout_N = inputs.rollout_N
+    others_current_N = (-current_N.expm1()).clamp(min=_LEAST_PROBABILITY)
+    others_rollout_N = (-rollout_N.expm1()).clamp(min=_LEAST_PROBABILITY)
+    of_token_N = rollout_N.exp() * (rollout_N - current_N)
+    of_others_N = others_rollout_N * (others_rollout_N.log() - others_current_N.log())
+    return _masked_by_distance(of, of_token_N + of_others_N)
+
+
+def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
+    """DPPO's mask (eq. 12) for a distance of the current policy from the one that sampled."""
+    further_N = of.inputs.current_N.detach() - of.inputs.rollout_N
+    far_N = distance_N > of.config.dppo_threshold
+    high_N = far_N & (further_N > 0) & (of.advantages_N > 0)
+    low_N = far_N & (further_N < 0) & (of.advantages_N < 0)
+    masked_N = high_N | low_N
+    losses_N = -(of.ratio_N * of.advantages_N).masked_fill(masked_N, 0.0)
+    means = {"clip_fraction": masked_N, "clip_fraction_low": low_N, "clip_fraction_high": high_N}
+    return TokenLosses(losses_N=losses_N, means=means)
+
+
+def vespo(of: SurrogateInputs) -> TokenLosses:
+    """VESPO's soft weight of whole rows (arXiv 2602.10693, eq. 20): [N] -> [N].
+
+        L = -sg[phi(W)] A log p,    phi(W) = W^c1 exp(c2 (1 - W)),    W = product of current/rollout
+
+    c1 and c2 are `vespo_power_positive` and `vespo_decay_positive` where A >= 0, else `..._negative` (section
+    4.1: 2 and 3, else 3 and 2). The weight has its place in the surrogate because it goes from the policy
+    that sampled to the current one, so no correction is applied besides. W is not normalized by length; its
+    logarithm is clamped at `ratios.LOG_RATIO_BOUND`, as in the authors' code. TRL multiplies W by its
+    correction of the engine; here W has the engine's own log-probs.
+    """
+    inputs = of.inputs
+    config = of.config
+    rows = inputs.rows
+    log_weight_R = rows.sum(inputs.current_N.detach() - inputs.rollout_N)
+    log_weight_N = rows.spread(log_weight_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    positive_N = of.advantages_N >= 0
+    power_N = _chosen(
+        positive_N, config.vespo_power_positive, config.vespo_power_negative, like_N=log_weight_N
+    )
+    decay_N = _chosen(
+        positive_N, config.vespo_decay_positive, config.vespo_decay_negative, like_N=log_weight_N
+    )
+    phi_N = (power_N * log_weight_N + decay_N * (1.0 - log_weight_N.exp())).exp()
+    losses_N = -phi_N * of.advantages_N * inputs.current_N
+    return TokenLosses(losses_N=losses_N, means={"vespo_weight_mean": phi_N})
+
+
+def _chosen(condition_N: Tensor, where_true: float, elsewhere: float, *, like_N: Tensor) -> Tensor:
+    """One number where the condition holds and the other elsewhere, in the dtype of `like_N`."""
+    return like_N.new_full(like_N.shape, elsewhere).masked_fill(condition_N, where_true)
+
+
+CLIP = "clip"
+SURROGATES: dict[str, Surrogate] = {
+    CLIP: _clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "vespo": vespo,
+    "policy_gradient": policy_gradient,
+}
+
+
+def surrogate_function(name: str) -> Surrogate:
+    """The built-in of that name, or the user's PolicyLoss at `module:name`. Raises PluginError."""
+    if name in SURROGATES:
+        return SURROGATES[name]
+    names = dict.fromkeys(SURROGATES, cast(PolicyLoss, clip))  # an error lists them
+    function = load_plugin(name, "policy_loss", PolicyLoss, names)
+    return partial(_user_surrogate, name, function)
+
+
+def takes_inputs(function: PolicyLoss) -> bool:
+    """Whether a user's function has the keyword `inputs`, for the LossInputs."""
+    try:
+        return "inputs" in inspect.signature(function).parameters
+    except ValueError:  # a C function without a signature
+        return False
+
+
+def _user_surrogate(name: str, function: PolicyLoss, of: SurrogateInputs) -> TokenLosses:
+    """Raises PluginError unless the function returns token losses that can be trained."""
+    bounds = {"eps_clip_low": of.config.eps_clip_low, "eps_clip_high": of.config.eps_clip_high}
+    call = cast("Callable[..., Tensor]", function)
+    if takes_inputs(function):
+        call = partial(call, inputs=of.inputs)
+    losses_N = call(of.ratio_N, of.advantages_N, **bounds)
+    shape = list(of.ratio_N.shape)
+    fix = f"return one loss per token, a tensor of shape {shape}, computed from ratio_N"
+    if not hasattr(losses_N, "requires_grad"):
+        reason = f"it returned {type(losses_N).__name__}, not a tensor"
+        raise PluginError("policy_loss", name, reason, fix)
+    if losses_N.shape != of.ratio_N.shape:
+        reason = f"it returned a tensor of shape {list(losses_N.shape)} for {shape[0]} tokens"
+        raise PluginError("policy_loss", name, reason, fix)
+    if not losses_N.requires_grad:
+        reason = "what it returned does not depend on the model: it has no gradient"
+        raise PluginError("policy_loss", name, reason, fix)
+    return TokenLosses(losses_N=losses_N)

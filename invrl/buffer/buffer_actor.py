@@ -22,7 +22,7 @@ import msgspec
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureReport
 from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import group_filter_function
+from invrl.buffer.group_filters import configured_group_filter
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.snapshot import BufferSnapshot
@@ -63,7 +63,7 @@ class BufferActor:
             config,
             rollout,
             tasks=tasks_factory(),
-            group_filter=group_filter_function(config.group_filter, config.turn_reward_baseline),
+            group_filter=configured_group_filter(config),
             emit=lambda entry: self._entries.append(entry),
         )
         self._failure_limits = config.failure_limits()

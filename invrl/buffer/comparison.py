@@ -8,7 +8,7 @@ like a success in a failed one, whatever the turn was worth.
 `training_samples.py` computes advantages from these comparisons, and the zero-variance filter asks whether
 the rewards of any of them differ. So both agree on which groups can teach something."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.advantages import rewards_differ
 from invrl.buffer.config import RewardBaseline
-from invrl.types import Group, RolloutSummary
+from invrl.types import Group, RolloutSummary, Turn
 
 RewardKind = Literal["final", "child", "branch", "turn"]
 
@@ -45,18 +45,45 @@ class Comparison:
 def comparisons(group: Group, baseline: RewardBaseline) -> list[Comparison]:
     """First the group's final rewards, in the order of its members. Then one comparison for each other kind
     of reward; with the baseline "depth", one for each kind and level."""
-    owners = [RewardOwner("final", member.session_id) for member in group.rollouts_G]
-    rewards = [member.reward for member in group.rollouts_G]
-    result = [_comparison(owners, rewards)]
+    return batch_comparisons([group], baseline)
+
+
+def batch_comparisons(groups: Iterable[Group], baseline: RewardBaseline) -> list[Comparison]:
+    """As `comparisons`, with the rewards of all the groups. None without a rollout."""
+    final: dict[RewardOwner, float] = {}
     others: dict[tuple[RewardKind, str], dict[RewardOwner, float]] = {}
-    for member in group.rollouts_G:
-        for owner, level, reward in _own_rewards(member):
-            if baseline != "depth":
-                level = ""
-            others.setdefault((owner.kind, level), {})[owner] = reward
-    for reward_of in others.values():
-        result.append(_comparison(reward_of.keys(), reward_of.values()))
-    return result
+    for group in groups:
+        for member in group.rollouts_G:
+            final[RewardOwner("final", member.session_id)] = member.reward
+            for owner, level, reward in _own_rewards(member):
+                if baseline != "depth":
+                    level = ""
+                others.setdefault((owner.kind, level), {})[owner] = reward
+    if not final:
+        return []
+    return [_comparison(reward_of) for reward_of in (final, *others.values())]
+
+
+def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
+    """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
+    most particular one. Rewards of single turns are not among them."""
+    owners = [RewardOwner("final", summary.session_id)]
+    session_owner = child_owner(summary, turns[0].session_id)
+    if session_owner.kind == "child":
+        owners.append(session_owner)
+    rewarded_ids = [turn.id for turn in turns if turn.id in summary.branch_rewards]
+    if rewarded_ids:
+        owners.append(RewardOwner("branch", rewarded_ids[-1]))
+    return owners
+
+
+def owned_reward(summary: RolloutSummary, owner: RewardOwner) -> float:
+    """The reward of one of the rollout's `branch_owners`."""
+    if owner.kind == "branch":
+        return summary.branch_rewards[owner.id]
+    if owner.kind == "child":
+        return summary.child_rewards[owner.id]
+    return summary.reward
 
 
 def child_owner(summary: RolloutSummary, session_id: str) -> RewardOwner:
@@ -69,9 +96,9 @@ def child_owner(summary: RolloutSummary, session_id: str) -> RewardOwner:
     return RewardOwner("child", bearer)
 
 
-def _comparison(owners: Iterable[RewardOwner], rewards: Iterable[float]) -> Comparison:
-    rewards_R = np.array(list(rewards), np.float64)
-    return Comparison(owners=tuple(owners), rewards_R=rewards_R)
+def _comparison(reward_of: Mapping[RewardOwner, float]) -> Comparison:
+    rewards_R = np.array(list(reward_of.values()), np.float64)
+    return Comparison(owners=tuple(reward_of), rewards_R=rewards_R)
 
 
 def _own_rewards(summary: RolloutSummary) -> Iterator[tuple[RewardOwner, str, float]]:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from invrl.buffer.failures import FailureLimits
+from invrl.buffer.reward_history import RECENT_GROUPS
 from invrl.reasons import FailureReason
 from invrl.section import COMMA_SEPARATED, Section
 from invrl.types import MAX_REWARD
@@ -33,7 +34,30 @@ class BufferConfig(Section):
         0, description="groups that are sampled in addition, in place of those that are filtered out"
     )
     group_filter: str = Field(
-        "nonzero_variance", description="nonzero_variance, 'none', or your own filter as module:name"
+        "nonzero_variance",
+        description="nonzero_variance, medium_difficulty, 'none', or your own filter as module:name",
+    )
+    success_reward: float = Field(
+        1.0,
+        ge=-MAX_REWARD,
+        le=MAX_REWARD,
+        description="reward from which a rollout counts as solved, for success rates: of the filter "
+        "medium_difficulty, of a task's history, and of what a task source or curriculum is told",
+    )
+    difficulty_low: float = Field(
+        0.2,
+        ge=0.0,
+        le=1.0,
+        description="medium_difficulty drops groups of tasks solved more rarely than this",
+    )
+    difficulty_high: float = Field(
+        0.8, ge=0.0, le=1.0, description="medium_difficulty drops groups of tasks solved more often than this"
+    )
+    difficulty_groups: PositiveInt = Field(
+        4,
+        le=RECENT_GROUPS,
+        description="last groups of a task over which medium_difficulty takes its success rate; 1: only the "
+        "group that it judges",
     )
     max_filtered_batches: NonNegativeInt = Field(
         16,

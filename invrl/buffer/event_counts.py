@@ -8,6 +8,13 @@ from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.reasons import DropReason, FailureReason
 
 
+def dropped_group_name(reason: DropReason, filter_reason: str = "") -> str:
+    """The reason as it is counted: with the word of the group filter that gave it, if there is one."""
+    if filter_reason:
+        return f"{reason}/{filter_reason}"
+    return str(reason)
+
+
 class EventCounts:
     """Groups that were completed or dropped, and rollouts that failed."""
 
@@ -52,9 +59,7 @@ class EventCounts:
 
     def note_drop(self, reason: DropReason, num_groups: int, filter_reason: str = "") -> None:
         """Groups were dropped. `filter_reason`: the word of the group filter that dropped them."""
-        name = str(reason)
-        if filter_reason:
-            name += f"/{filter_reason}"
+        name = dropped_group_name(reason, filter_reason)
         self.dropped[name] += num_groups
         self.count(f"groups_dropped/{name}", num_groups)
 

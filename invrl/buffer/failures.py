@@ -17,6 +17,18 @@ _WARN_AFTER_SOME_FINISHED = 64
 """The same, once some have finished: a few bad tasks in a row need no warning."""
 GROUP_FILTER = "group_filter"
 """The key of an exception of the group filter among the first failures by reason."""
+RECORD_FAILED = "task_source_record"
+"""The key of the first exception of a task source's `record` there."""
+STATE_LOST = "task_source_state"
+"""The key of the first fault of its `state()` there, or of a resume without a state."""
+_USER_CODE_FAULTS = {
+    GROUP_FILTER: "the group filter failed, and its groups are dropped",
+    RECORD_FAILED: "record() of the task source failed. The run goes on, and the source does not know of "
+    f"those groups (counted as buffer/{RECORD_FAILED}_failed)",
+    STATE_LOST: "the state of the task source is lost. The run goes on; a resume from a checkpoint without "
+    f"it begins the task source anew (counted as buffer/{STATE_LOST}_failed)",
+}
+"""What the console says about a fault of user code that is not a rollout, by its key."""
 _MAX_SHOWN_LINES = 6
 _FRAME = '  File "'
 """How the line of a traceback begins that names a frame."""
@@ -154,6 +166,15 @@ class FailureStreak:
         elif reason not in _PROCESS_DEATHS:
             self.attempts[str(reason)] += 1
 
+    def note_user_code(self, key: str, detail: str) -> None:
+        """Keeps the first fault of each kind of user code that is not a rollout."""
+        self.firsts.setdefault(key, detail)
+
+    @property
+    def none_ended(self) -> bool:
+        """Whether no rollout of this incarnation has failed or finished yet."""
+        return not (self.count or self.finished_in_all)
+
     def finished(self) -> None:
         self.count = 0
         self._kind = ("", "")
@@ -191,9 +212,7 @@ class FailureReporter:
             if reason in self._reported_reasons:
                 continue
             self._reported_reasons.add(reason)
-            what = f"the first rollout that failed ({reason})"
-            if reason == GROUP_FILTER:
-                what = "the group filter failed, and its groups are dropped"
+            what = _USER_CODE_FAULTS.get(reason, f"the first rollout that failed ({reason})")
             texts.append(f"warning: {what}:\n{shown_detail(detail)}")
         streak_warning = self._streak_warning(report)
         if streak_warning:

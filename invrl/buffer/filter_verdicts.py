@@ -1,10 +1,14 @@
 """The group filter's verdicts on complete groups, and what follows when it drops group after group."""
 
+from typing import cast
+
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import GROUP_FILTER, FailureStreak
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.wait_report import FilteredStreak, shown_rewards
-from invrl.interfaces import GroupFilter
+from invrl.interfaces import GroupFilter, HistoryGroupFilter
+from invrl.plugins import takes_history
+from invrl.types import TaskHistory
 from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 NO_TOKENS = "no_trained_tokens"
@@ -17,8 +21,15 @@ class FilterVerdicts:
     """`batch_size`: groups in a batch. `failures` gets the first exception of the filter."""
 
     def __init__(
-        self, group_filter: GroupFilter, config: BufferConfig, *, batch_size: int, failures: FailureStreak
+        self,
+        group_filter: GroupFilter | HistoryGroupFilter,
+        config: BufferConfig,
+        *,
+        batch_size: int,
+        failures: FailureStreak,
     ) -> None:
+        self.takes_history = takes_history(group_filter)
+        """Whether the filter looks at the history of a group's task."""
         self._filter = group_filter
         self._failures = failures
         self._overrules = config.filtered_out == "train"
@@ -27,11 +38,11 @@ class FilterVerdicts:
         """Groups in a row that the filter may drop; 0: any number."""
         self.streak = FilteredStreak()
 
-    def verdict(self, group: OpenGroup) -> str | None:
-        """The reason to drop the group; None to keep it."""
+    def verdict(self, group: OpenGroup, history: TaskHistory) -> str | None:
+        """The reason to drop the group; None to keep it. `history`: the groups of its task before it."""
         if group.versions() is None:
             return NO_TOKENS
-        reason = self._filter_reason(group)
+        reason = self._filter_reason(group, history)
         if reason is None:
             self.streak.kept()
         else:
@@ -57,14 +68,17 @@ class FilterVerdicts:
     def _is_past_limit(self) -> bool:
         return self.limit > 0 and self.streak.length >= self.limit
 
-    def _filter_reason(self, group: OpenGroup) -> str | None:
+    def _filter_reason(self, group: OpenGroup, history: TaskHistory) -> str | None:
         """A filter that raises drops the group, and that is counted: it is bad data, not a crash."""
         try:
-            reason = self._filter(group.group())
+            if self.takes_history:
+                reason = cast(HistoryGroupFilter, self._filter)(group.group(), history=history)
+            else:
+                reason = cast(GroupFilter, self._filter)(group.group())
         except (Exception, SystemExit) as error:
             line = raised_at(error, self._filter)
             detail = f"{describe_exception(error)}\n{USER_FRAME_PREFIX}{line}"
-            self._failures.firsts.setdefault(GROUP_FILTER, detail)
+            self._failures.note_user_code(GROUP_FILTER, detail)
             return f"filter_raised_{type(error).__name__}"
         if reason is None:
             return None

@@ -30,17 +30,18 @@ from typing import Unpack
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.event_counts import EventCounts
+from invrl.buffer.event_counts import EventCounts, dropped_group_name
 from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
 from invrl.buffer.filter_verdicts import FilterVerdicts
 from invrl.buffer.group_filters import ZERO_VARIANCE
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
+from invrl.buffer.reward_history import RewardHistory
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.task_feed import TaskFeed
 from invrl.buffer.wait_report import WaitReport, counts_by_reason, early_groups, waiting_group
 from invrl.errors import BufferStateError
-from invrl.interfaces import GroupFilter
+from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.metrics import Mean, Metric, Sum
 from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
@@ -70,7 +71,7 @@ class GroupBuffer:
         rollout: RolloutConfig,
         *,
         tasks: Iterator[Task],
-        group_filter: GroupFilter,
+        group_filter: GroupFilter | HistoryGroupFilter,
         emit: Callable[[LedgerEntry], None] = lambda entry: None,
     ) -> None:
         self.version = WeightVersion(0)
@@ -79,8 +80,10 @@ class GroupBuffer:
         self._batch_size = rollout.rollout_batch_size
         self._group_size = rollout.n_samples_per_prompt
         self._limit = admission_limit(config, self._batch_size)
-        self._feed = TaskFeed(tasks)
         self.failures = FailureStreak()
+        self._feed = TaskFeed(tasks, self._note_source_fault)
+        self._history = RewardHistory()
+        self._success_reward = config.success_reward
         self._verdicts = FilterVerdicts(
             group_filter, config, batch_size=self._batch_size, failures=self.failures
         )
@@ -114,18 +117,19 @@ class GroupBuffer:
         num_under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
         if num_under_way >= self._limit:
             return None
-        task = self._feed.next()
-        if task is None:
+        fed = self._feed.next()
+        if fed is None:
             return None
         group = OpenGroup(
             number=self._groups_leased,
-            task_id=task.id,
+            task_id=fed.task.id,
+            source_id=fed.source_id,
             attempts_G=[0] * self._group_size,
             states_G=[None] * self._group_size,
         )
         self._groups_leased += 1
         self._in_flight[group.id] = group
-        self._tasks[group.id] = task
+        self._tasks[group.id] = fed.task
         self.events.count("groups_leased")
         return self._hand_out(group)
 
@@ -264,13 +268,15 @@ class GroupBuffer:
             dropped=dict(self.events.dropped),
             failed=dict(self.events.failed),
             sequence=self._ledger.sequence,
+            feed=self._feed.snapshot(self._tasks),
+            histories=self._history.snapshot(),
         )
 
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
         """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came after it. Those sampled
         under the trained version or an older one count; the others were sampled under weights that are lost.
         What is still in flight then is interrupted: it is leased again. Raises BufferStateError if the task
-        source yields other tasks."""
+        source yields other tasks, or does not take its state back."""
         self.version = snapshot.version
         self._groups_leased = snapshot.groups_leased
         self._batches_taken = snapshot.batches_taken
@@ -280,7 +286,8 @@ class GroupBuffer:
         self._in_flight = {group.id: copy.deepcopy(group) for group in snapshot.in_flight}
         self._ready = {group.id: copy.deepcopy(group) for group in snapshot.ready}
         open_groups = [*self._in_flight.values(), *self._ready.values()]
-        self._tasks = self._feed.read_again(self._groups_leased, open_groups)
+        self._tasks = self._feed.restore(snapshot.feed, self._groups_leased, open_groups)
+        self._history.restore(snapshot.histories)
         for outcome in since:
             if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
                 self.record(outcome)
@@ -373,7 +380,7 @@ class GroupBuffer:
     def _hand_out(self, group: OpenGroup) -> GroupLease:
         """Leases the places of the group that are to be leased."""
         indices = group.to_lease()
-        none_ended = not (self.failures.firsts or self.failures.finished_in_all)
+        none_ended = self.failures.none_ended
         for index in indices:
             self._ledger.move(group, index, RolloutState.IN_FLIGHT)
             group.leased_under[index] = self.version
@@ -413,7 +420,8 @@ class GroupBuffer:
     def _complete(self, group: OpenGroup) -> None:
         """All rollouts of the group have finished: it becomes ready, or the group filter drops it."""
         self.events.complete_since_take += 1
-        reason = self._verdicts.verdict(group)
+        history = self._history.of(group.source_id or group.task_id)
+        reason = self._verdicts.verdict(group, history)
         if reason is not None and self._verdicts.is_overruled(reason):
             self.events.count("groups_unfiltered")
             reason = None
@@ -421,6 +429,7 @@ class GroupBuffer:
             del self._in_flight[group.id]
             self._ready[group.id] = group
             self._move_all(group, RolloutState.GROUPED)
+            self._tell(group)
         elif reason == ZERO_VARIANCE:
             self._drop(group, DropReason.ZERO_VARIANCE)
         else:
@@ -439,7 +448,7 @@ class GroupBuffer:
 
     def _drop(self, group: OpenGroup, reason: DropReason, filter_reason: str = "") -> None:
         """Ends a group that was not taken, and every place of it that has not ended."""
-        self._in_flight.pop(group.id, None)
+        was_in_flight = self._in_flight.pop(group.id, None) is not None
         self._ready.pop(group.id, None)
         del self._tasks[group.id]
         if group.id in self._replacements:
@@ -451,6 +460,21 @@ class GroupBuffer:
                 self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=filter_reason)
                 self.events.count(f"rollouts_dropped/{reason}")
         self.events.note_drop(reason, 1, filter_reason)
+        if was_in_flight and reason is not DropReason.RUN_ENDED:
+            self._tell(group, dropped_group_name(reason, filter_reason))
+
+    def _tell(self, group: OpenGroup, dropped: str = "") -> None:
+        """Tells the history of the task and the task source how the group ended: once for each group, when it
+        is complete or dropped before. `dropped`: why; "" if it is kept."""
+        outcome = group.outcome(version=self.version, success_reward=self._success_reward, dropped=dropped)
+        if self._verdicts.takes_history:
+            self._history.note(outcome)
+        self._feed.record(outcome)
+
+    def _note_source_fault(self, key: str, detail: str) -> None:
+        """`record` or `state` of the task source failed: the first one of each is shown, all are counted."""
+        self.failures.note_user_code(key, detail)
+        self.events.count(f"{key}_failed")
 
     def _end_batch(self, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         for group in self._taken:

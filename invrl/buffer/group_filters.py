@@ -3,13 +3,15 @@
 from functools import partial
 
 from invrl.buffer.comparison import comparisons
-from invrl.buffer.config import RewardBaseline
-from invrl.interfaces import GroupFilter
-from invrl.plugins import load_plugin
+from invrl.buffer.config import BufferConfig, RewardBaseline
+from invrl.interfaces import GroupFilter, HistoryGroupFilter
+from invrl.plugins import load_group_filter
 from invrl.reasons import DropReason
-from invrl.types import Group
+from invrl.types import Group, TaskHistory
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
+TOO_HARD = "too_hard"
+TOO_EASY = "too_easy"
 
 
 def nonzero_variance(group: Group, *, baseline: RewardBaseline = "depth") -> str | None:
@@ -21,17 +23,70 @@ def nonzero_variance(group: Group, *, baseline: RewardBaseline = "depth") -> str
     return ZERO_VARIANCE
 
 
+def medium_difficulty(
+    group: Group,
+    *,
+    history: TaskHistory,
+    low: float = 0.2,
+    high: float = 0.8,
+    num_groups: int = 4,
+    success_reward: float = 1.0,
+    baseline: RewardBaseline = "depth",
+) -> str | None:
+    """As `nonzero_variance`, and drops a group whose task the model solves too rarely or too often: keeps it
+    if low <= p <= high, where p is the share of rewards of at least `success_reward` among the last
+    `num_groups` groups of the task, this one included.
+
+    This is balanced online difficulty filtering (Bae et al., arXiv 2504.03380), which takes p from the one
+    group; `num_groups` = 1 is exactly that. With small groups p over several is less often wrong by chance.
+    The bounds 0.2 and 0.8 and the 4 groups are our defaults."""
+    reason = nonzero_variance(group, baseline=baseline)
+    if reason is not None:
+        return reason
+    num_solved = sum(rollout.reward >= success_reward for rollout in group.rollouts_G)
+    num_rollouts = len(group.rollouts_G)
+    num_earlier = min(num_groups - 1, len(history.recent))
+    for earlier in history.recent[len(history.recent) - num_earlier :]:
+        num_solved += earlier.num_solved
+        num_rollouts += len(earlier.rewards_G)
+    success_rate = num_solved / num_rollouts
+    if success_rate < low:
+        return TOO_HARD
+    if success_rate > high:
+        return TOO_EASY
+    return None
+
+
 def keep_all(group: Group) -> str | None:
     return None
 
 
-GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": keep_all}
+GROUP_FILTERS: dict[str, GroupFilter | HistoryGroupFilter] = {
+    "nonzero_variance": nonzero_variance,
+    "medium_difficulty": medium_difficulty,
+    "none": keep_all,
+}
 
 
-def group_filter_function(name: str, baseline: RewardBaseline = "depth") -> GroupFilter:
+def group_filter_function(name: str, baseline: RewardBaseline = "depth") -> GroupFilter | HistoryGroupFilter:
     """The built-in filter of that name, or the user's function at `module:name`. The built-in one compares
     rewards of turns with this baseline. Raises PluginError."""
-    function = load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
+    function = load_group_filter(name, GROUP_FILTERS)
     if function is nonzero_variance and baseline == "group":
         return partial(nonzero_variance, baseline="group")
+    return function
+
+
+def configured_group_filter(config: BufferConfig) -> GroupFilter | HistoryGroupFilter:
+    """The filter that the settings name, with their bounds. Raises PluginError."""
+    function = group_filter_function(config.group_filter, config.turn_reward_baseline)
+    if function is medium_difficulty:
+        return partial(
+            medium_difficulty,
+            low=config.difficulty_low,
+            high=config.difficulty_high,
+            num_groups=config.difficulty_groups,
+            success_reward=config.success_reward,
+            baseline=config.turn_reward_baseline,
+        )
     return function

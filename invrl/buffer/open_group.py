@@ -5,7 +5,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from invrl.types import Group, Place, RolloutSummary, WeightVersion
+from invrl.types import Group, GroupOutcome, Place, RolloutSummary, WeightVersion
 
 
 class RolloutState(StrEnum):
@@ -41,6 +41,9 @@ class OpenGroup:
     """By index: the buffer's version when the current attempt was last leased. No token of it is older."""
     passed_over: bool = False
     """Was ready when a full batch was taken without it."""
+    source_id: str = ""
+    """The id that the task source gave the task; `task_id` may have a number behind it. "" in snapshots of
+    runs that were begun before there was this field."""
 
     @property
     def id(self) -> str:
@@ -86,6 +89,19 @@ class OpenGroup:
         if versions is not None:
             oldest, _ = versions
         return oldest, self.number
+
+    def outcome(self, *, version: WeightVersion, success_reward: float, dropped: str) -> GroupOutcome:
+        """How the group ended. `version`: the trainer's; `dropped`: why it is dropped, "" if it is kept."""
+        rewards_G = tuple(rollout.reward for rollout in self.rollouts())
+        return GroupOutcome(
+            task_id=self.source_id or self.task_id,
+            group_id=self.id,
+            version=version,
+            rewards_G=rewards_G,
+            num_solved=sum(reward >= success_reward for reward in rewards_G),
+            complete=len(rewards_G) == len(self.states_G),
+            dropped=dropped,
+        )
 
     def group(self) -> Group:
         return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))

@@ -1,13 +1,15 @@
 """The buffer's state at a checkpoint, from which a later incarnation of the run resumes.
 
-A snapshot is taken between `trained` and `advance`, when no batch is out. It holds no tasks: the task source
-yields the same ones again."""
+A snapshot is taken between `trained` and `advance`, when no batch is out. Of a plain task source it holds no
+tasks, because the source yields the same ones again; of one that is told outcomes, its state and the tasks of
+the open groups (`task_feed.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from invrl.buffer.open_group import OpenGroup, RolloutState
-from invrl.types import WeightVersion
+from invrl.buffer.task_feed import FeedSnapshot
+from invrl.types import TaskHistory, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +30,7 @@ class BufferSnapshot:
     incarnation: int = 0
     outbox_seq: int = 0
     """The number of the last outbox row that this snapshot includes."""
+    feed: FeedSnapshot | None = None
+    """None: the task source is read again."""
+    histories: tuple[TaskHistory, ...] = ()
+    """Empty unless the group filter looks at them."""

@@ -1,22 +1,73 @@
-"""The tasks that groups are leased for, in the order of the task source, and why there are no more."""
+"""The tasks that groups are leased for, in the order of the task source, and why there are no more.
 
-from collections.abc import Iterable, Iterator
+A plain source gives the same tasks for the same seed, so a resume reads it again up to where it was. A source
+that is told outcomes (`OutcomeRecorder`) or that keeps its state (`StateKeeper`) is not read again: the
+snapshot holds its state and the tasks of the open groups. What goes wrong in the source is a fault of data,
+not of the run: it is shown, and the run goes on as long as tasks come."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from invrl.buffer.failures import RECORD_FAILED, STATE_LOST
 from invrl.buffer.open_group import OpenGroup
-from invrl.errors import BufferStateError
-from invrl.types import Task
+from invrl.errors import BufferStateError, UnsendableTaskError
+from invrl.interfaces import OutcomeRecorder, StateKeeper
+from invrl.store.lease_store import encoded_task
+from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
+from invrl.task_state import TaskStateError, stored_state
+from invrl.types import GroupOutcome, Task
 from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 
-class TaskFeed:
-    """Reads the task source, which is user code: if it raises or yields something else, it has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedTask:
+    """A task for a new group."""
 
-    def __init__(self, source: Iterator[Task]) -> None:
+    task: Task
+    """With an id that no other task of the run has."""
+    source_id: str
+    """The id that the source gave it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSnapshot:
+    """Where a source is that a resume cannot read again."""
+
+    tasks: Mapping[str, Mapping[str, Any]]
+    """The tasks of the open groups, by group id: the fields of `Task`."""
+    occurrences: Mapping[str, int]
+    """How often the source has given each id."""
+    state: Any = None
+    """What its `state()` returned."""
+    no_state: str = ""
+    """Why there is no state."""
+
+
+class TaskFeed:
+    """Reads the task source, which is user code: if it raises or yields something else, it has ended.
+
+    `note_fault` is called with the key and the text of what goes wrong in `record` and `state`."""
+
+    def __init__(
+        self, source: Iterator[Task], note_fault: Callable[[str, str], None] = lambda key, text: None
+    ) -> None:
         self._source = source
+        self._recorder = source if isinstance(source, OutcomeRecorder) else None
+        self._keeper = source if isinstance(source, StateKeeper) else None
+        self._note_fault = note_fault
+        self._ids = DistinctIds()
         self.end = ""
         """Why no more tasks come; "" while they do."""
 
-    def next(self) -> Task | None:
+    @property
+    def is_read_again(self) -> bool:
+        """Whether a resume reads the source again, instead of restoring it."""
+        return self._recorder is None and self._keeper is None
+
+    def next(self) -> FedTask | None:
         """The next task, or None once the source has ended."""
         if self.end:
             return None
@@ -26,32 +77,145 @@ class TaskFeed:
             self.end = "the task source has ended"
             return None
         except Exception as error:
-            self.end = f"the task source raised {describe_exception(error)}"
-            line = raised_at(error)
-            if line:
-                self.end += f" ({USER_FRAME_PREFIX}{line})"
+            self.end = f"the task source raised {_shown(error)}"
             return None
-        if not isinstance(task, Task):
-            self.end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
+        self.end = self._fault(task)
+        if self.end:
             return None
-        return task
+        return FedTask(task=replace(task, id=self._ids.distinct(task.id)), source_id=task.id)
 
-    def read_again(self, num_groups: int, groups: Iterable[OpenGroup]) -> dict[str, Task]:
+    def _fault(self, task: object) -> str:
+        """Why the run cannot go on with what the source yielded; "" if it can."""
+        if not isinstance(task, Task):
+            return f"the task source yielded {type(task).__name__}, not invrl.types.Task"
+        if not is_usable_id(task.id):
+            return f"the task source yielded the task id {task.id!r}: {USABLE_ID_FIX}"
+        if self.is_read_again:
+            return ""
+        try:
+            encoded_task(task)
+        except UnsendableTaskError as error:
+            return (
+                f"{error}; a source with record() or state() needs tasks of JSON's types, because its "
+                "checkpoints hold them"
+            )
+        return ""
+
+    def record(self, outcome: GroupOutcome) -> None:
+        """Tells the source how a group ended, if it wants to know."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.record(outcome)
+        except (Exception, SystemExit) as error:
+            self._note_fault(RECORD_FAILED, _shown_below(error))
+
+    # ------------------------------------------------------------------ incarnations
+
+    def snapshot(self, tasks: Mapping[str, Task]) -> FeedSnapshot | None:
+        """Where the source is; None if a resume reads it again. `tasks`: those of the open groups, by group
+        id. A `state()` that fails costs the state, not the checkpoint."""
+        if self.is_read_again:
+            return None
+        state = None
+        no_state = ""
+        if self._keeper is None:
+            no_state = "it has no state() and restore()"
+        else:
+            try:
+                state = stored_state(self._keeper.state())
+            except TaskStateError as error:
+                no_state = f"its state() cannot be stored: {error}"
+                self._note_fault(STATE_LOST, no_state)
+            except (Exception, SystemExit) as error:
+                no_state = f"its state() raised {_shown(error)}"
+                self._note_fault(STATE_LOST, _shown_below(error))
+        return FeedSnapshot(
+            tasks={group_id: msgspec.json.decode(encoded_task(task)) for group_id, task in tasks.items()},
+            occurrences=self._ids.occurrences,
+            state=state,
+            no_state=no_state,
+        )
+
+    def restore(
+        self, snapshot: FeedSnapshot | None, num_groups: int, groups: Iterable[OpenGroup]
+    ) -> dict[str, Task]:
+        """Puts the new source where the one of the snapshot was, after `num_groups` tasks. Returns the tasks
+        of `groups`, by group id. Raises BufferStateError if the source yields other tasks or refuses its
+        state."""
+        if snapshot is None:
+            if not self.is_read_again and num_groups:
+                raise BufferStateError(
+                    "the task source has record() or state(), and the one that the run began with had "
+                    "neither: a run resumes only on the task source that it began with"
+                )
+            return self._read_again(num_groups, groups)
+        if self.is_read_again:
+            raise BufferStateError(
+                "the task source has no record() and no state(), and the one that the run began with had: "
+                "a run resumes only on the task source that it began with"
+            )
+        tasks = {group_id: Task(**stored) for group_id, stored in snapshot.tasks.items()}
+        missing = [group.id for group in groups if group.id not in tasks]
+        if missing:
+            raise BufferStateError(f"the checkpoint has no task for group {missing[0]}")
+        self._ids = DistinctIds(snapshot.occurrences)
+        self._restore_state(snapshot)
+        return tasks
+
+    def _restore_state(self, snapshot: FeedSnapshot) -> None:
+        if snapshot.no_state:
+            self._note_fault(
+                STATE_LOST,
+                "the checkpoint has no state of the task source, which begins anew and knows no outcome: "
+                f"{snapshot.no_state}",
+            )
+            return
+        if self._keeper is None:
+            raise BufferStateError(
+                "the checkpoint holds the state of the task source, and the source has no restore(state) "
+                "any more: resume with the source that the run began with"
+            )
+        try:
+            self._keeper.restore(snapshot.state)
+        except (Exception, SystemExit) as error:
+            raise BufferStateError(
+                f"the task source does not take its state back: restore() raised {_shown(error)}. "
+                "Correct it, or resume with the source that the run began with"
+            ) from error
+
+    def _read_again(self, num_groups: int, groups: Iterable[OpenGroup]) -> dict[str, Task]:
         """Reads one task for each of the `num_groups` groups that the run has leased so far. Returns those of
         `groups`, by group id. Raises BufferStateError if they had other tasks."""
         groups_by_number = {group.number: group for group in groups}
         tasks: dict[str, Task] = {}
         for number in range(num_groups):
-            task = self.next()
-            if task is None:
+            fed = self.next()
+            if fed is None:
                 raise BufferStateError(f"group g{number} had a task, but {self.end}")
             group = groups_by_number.get(number)
             if group is None:
                 continue
-            if task.id != group.task_id:
+            if fed.task.id != group.task_id:
                 raise BufferStateError(
-                    f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
+                    f"group {group.id} had task {group.task_id}, the task source now gives {fed.task.id}: "
                     "a run resumes only on the tasks that it began with"
                 )
-            tasks[group.id] = task
+            tasks[group.id] = fed.task
         return tasks
+
+
+def _shown(error: BaseException) -> str:
+    """What was raised, and at which line of user code, in one line."""
+    line = raised_at(error)
+    if not line:
+        return describe_exception(error)
+    return f"{describe_exception(error)} ({USER_FRAME_PREFIX}{line})"
+
+
+def _shown_below(error: BaseException) -> str:
+    """The same in two lines, as the console shows failures."""
+    line = raised_at(error)
+    if not line:
+        return describe_exception(error)
+    return f"{describe_exception(error)}\n{USER_FRAME_PREFIX}{line}"

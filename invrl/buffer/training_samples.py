@@ -13,16 +13,34 @@ reward is computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
+from invrl.algorithms.credit import PLAIN_RULES, CreditRules
+from invrl.algorithms.whitening import whiten_rows
+from invrl.buffer.comparison import (
+    Comparison,
+    RewardOwner,
+    batch_comparisons,
+    branch_owners,
+    comparisons,
+)
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.errors import BufferStateError, PluginError, RunStoreError
-from invrl.interfaces import AdvantageFn
+from invrl.buffer.credited_groups import credited_group
+from invrl.buffer.token_rewards import token_rewards
+from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
+from invrl.extra_columns import ExtraColumn
+from invrl.interfaces import AdvantageFn, GroupAdvantageFn
+from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
 from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+
+REWARDS_COLUMN = "rewards"
+"""The column of a row's token rewards, where the trainer computes the advantages."""
+SHAPING_NUMBER = "reward_shaping"
+"""The number of a row that was added to its rollout's final reward, where rewards are shaped."""
 
 
 def build_batch(
@@ -33,44 +51,83 @@ def build_batch(
     *,
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
-    token_rewards: bool = False,
+    extra_columns: Iterable[ExtraColumn] = (),
+    rules: CreditRules = PLAIN_RULES,
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
     token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
 
     With `use` "replace", only the most particular reward of a token counts. With "add", a token's advantage
     is the sum of the advantages of its final, child's and branch's reward and of the turn rewards from its
-    own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
-    supervision of GRPO (arXiv 2402.03300, section 4.1.3).
+    own turn to the end of its row, each times `rules.discount` for every turn in between. With `baseline`
+    "group", turn rewards only and no discount, that is the process supervision of GRPO (arXiv 2402.03300,
+    section 4.1.3).
 
-    With `token_rewards` each row has the column "rewards", for a critic: its branch's reward (or its child
-    session's, or the final one) at its last trained token, and the rewards of its turns at their last tokens.
+    Final rewards are shaped and rollouts left out by the `rules` before rewards are compared
+    (`credited_groups.py`); advantages are whitened by them after that. With `rules.token_level` the
+    advantages are 0, and rows have the column "rewards" instead (`token_rewards.py`).
 
-    Raises RunStoreError if the tokens of a taken rollout are missing; PluginError if the advantage function
-    does not return one finite number per rollout."""
+    Every row has each of the `extra_columns`, whether or not its rollout was given numbers of it: those of
+    tokens and of turns as a column, those of rollouts as a number.
+
+    Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if the advantage function
+    does not return one finite number per rollout; ConfigError for a reward column that rows do not have."""
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
+    declared_columns = tuple(extra_columns)
+    groups = [credited_group(group, rules) for group in taken.groups]
+    advantage_of: dict[RewardOwner, float] = {}
+    if not rules.token_level:
+        compared_groups = [group.compared for group in groups]
+        advantage_of = _advantages_of_batch(compared_groups, baseline, advantage_fn, eps, rules)
     samples: list[TrainSample] = []
-    advantages: list[NDArray[np.float32]] = []
-    for group in taken.groups:
-        advantage_of = _advantages_of_group(group, baseline, advantage_fn, eps)
-        for summary in group.rollouts_G:
+    advantages: list[NDArray[np.float64]] = []
+    for group in groups:
+        for summary in group.trained():
             rollout = rollouts_by_session.get(summary.session_id)
             if rollout is None:
-                place = f"session {summary.session_id} of group {group.id}"
+                place = f"session {summary.session_id} of group {summary.group_id}"
                 raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
-            for row in _rows(rollout):
+            for row in _rows(rollout, declared_columns):
                 sample = row.sample
-                if token_rewards:
-                    columns = {**sample.columns, "rewards": _token_rewards(row, summary)}
-                    sample = replace(sample, columns=columns)
+                if summary.session_id in group.shaping:
+                    numbers = {**sample.numbers, SHAPING_NUMBER: group.shaping[summary.session_id]}
+                    sample = replace(sample, numbers=numbers)
+                if rules.token_level:
+                    sample = _with_token_rewards(sample, summary, row.branch.turns, use, rules)
+                    advantages.append(np.zeros(len(sample.tokens_T)))
+                else:
+                    advantages.append(_token_advantages(row, summary, advantage_of, use, rules.discount))
                 samples.append(sample)
-                advantages.append(_token_advantages(row, summary, advantage_of, use))
+    whitened = whiten_rows(
+        advantages,
+        [sample.loss_mask_T for sample in samples],
+        [sample.rollout_id for sample in samples],
+        over=rules.whitening,
+        std_floor=rules.std_floor,
+    )
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
         samples=tuple(samples),
-        advantages=tuple(advantages),
+        advantages=tuple(advantages_T.astype(np.float32) for advantages_T in whitened),
     )
+
+
+def _with_token_rewards(
+    sample: TrainSample,
+    summary: RolloutSummary,
+    branch_turns: Sequence[Turn],
+    use: RewardUse,
+    rules: CreditRules,
+) -> TrainSample:
+    columns: list[NDArray[np.float32]] = []
+    for name in rules.reward_columns:
+        if name not in sample.columns:
+            reason = f"rows have no column of this name, only {sorted(sample.columns)}"
+            raise ConfigError("algorithm.reward_columns", name, reason, "declare it, or leave it out")
+        columns.append(sample.columns[name])
+    rewards_T = token_rewards(summary, branch_turns, sample.loss_mask_T, use=use, columns=columns)
+    return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
 
 # ------------------------------------------------------------------ branches and rows
@@ -90,7 +147,7 @@ class _Row:
     sample: TrainSample
 
 
-def _rows(rollout: Rollout) -> list[_Row]:
+def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
     """The rows of a rollout. A branch becomes no row if another branch continues its row, or if all its turns
     are trained in earlier rows already."""
     branches = _branches(rollout)
@@ -107,7 +164,7 @@ def _rows(rollout: Rollout) -> list[_Row]:
         new_ids = trainable_ids - trained_ids
         if not new_ids:
             continue
-        sample = _training_sample(rollout, branch, new_ids)
+        sample = _training_sample(rollout, branch, new_ids, extra_columns)
         if sample.loss_mask_T.any():
             rows.append(_Row(branch=branch, sample=sample))
             trained_ids |= new_ids
@@ -133,7 +190,9 @@ def _may_be_trained(turn: Turn) -> bool:
     return turn.delivered and turn.trainable
 
 
-def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -> TrainSample:
+def _training_sample(
+    rollout: Rollout, branch: _Branch, trained_ids: set[str], extra_columns: Sequence[ExtraColumn]
+) -> TrainSample:
     """The row of a branch. The sampled tokens of the turns in `trained_ids` are trained; all other tokens are
     context, with log-prob 0 and version -1."""
     tokens: list[NDArray[np.int32]] = []
@@ -177,7 +236,50 @@ def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -
         turn_ids=tuple(turn.id for turn in branch.row_turns),
         grammars=tuple(grammars),
         experts_TLK=_experts(rollout, branch.row_turns),
+        columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
+        numbers=_extra_numbers(summary, extra_columns),
     )
+
+
+def _extra_columns(
+    rollout: Rollout,
+    turns: Sequence[Turn],
+    mask_T: NDArray[np.bool_],
+    extra_columns: Sequence[ExtraColumn],
+) -> dict[str, NDArray[np.float32]]:
+    """By name, float32 [T]: the columns of tokens and of turns. 0 where a token is not trained; the default
+    where it is trained and was given no number."""
+    columns: dict[str, NDArray[np.float32]] = {}
+    for column in extra_columns:
+        if column.level == "rollout":
+            continue
+        parts: list[NDArray[np.float32]] = []
+        for turn in turns:
+            parts.append(np.zeros(len(turn.context_ids_T), np.float32))
+            parts.append(_numbers_of_turn(rollout, turn, column))
+        columns[column.name] = np.where(mask_T, np.concatenate(parts), np.float32(0.0))
+    return columns
+
+
+def _numbers_of_turn(rollout: Rollout, turn: Turn, column: ExtraColumn) -> NDArray[np.float32]:
+    """One number for each sampled token of the turn."""
+    if column.level == "token":
+        given_T = rollout.token_numbers.get(turn.id, {}).get(column.name)
+        if given_T is not None:
+            return given_T
+        number = column.default
+    else:
+        number = rollout.summary.turn_numbers.get(turn.id, {}).get(column.name, column.default)
+    return np.full(len(turn.sampled_ids_T), number, np.float32)
+
+
+def _extra_numbers(summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]) -> dict[str, float]:
+    """By name: the numbers of the rollout, or their defaults."""
+    return {
+        column.name: summary.numbers.get(column.name, column.default)
+        for column in extra_columns
+        if column.level == "rollout"
+    }
 
 
 def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
@@ -219,21 +321,47 @@ def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
 # ------------------------------------------------------------------ advantages
 
 
-def _advantages_of_group(
-    group: Group, baseline: RewardBaseline, advantage_fn: AdvantageFn, eps: float
+def _advantages_of_batch(
+    groups: Sequence[Group],
+    baseline: RewardBaseline,
+    advantage_fn: AdvantageFn,
+    eps: float,
+    rules: CreditRules,
 ) -> dict[RewardOwner, float]:
-    """The advantage of every reward that was given in the group."""
+    """The advantage of every reward that was given in the groups."""
+    if rules.over_batch:
+        return _advantages_of(batch_comparisons(groups, baseline), advantage_fn, eps, None)
     advantage_of: dict[RewardOwner, float] = {}
-    for comparison in comparisons(group, baseline):
-        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps)
+    for group in groups:
+        advantage_of.update(_advantages_of(comparisons(group, baseline), advantage_fn, eps, group))
+    return advantage_of
+
+
+def _advantages_of(
+    compared: Iterable[Comparison], advantage_fn: AdvantageFn, eps: float, group: Group | None
+) -> dict[RewardOwner, float]:
+    """`group`: the one whose final rewards are compared first; None: rewards of several groups are."""
+    advantage_of: dict[RewardOwner, float] = {}
+    for number, comparison in enumerate(compared):
+        of_rollouts = group if number == 0 else None
+        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps, of_rollouts)
         advantage_of.update(zip(comparison.owners, advantages, strict=True))
     return advantage_of
 
 
 def _call_advantage_fn(
-    advantage_fn: AdvantageFn, rewards_R: NDArray[np.float64], eps: float
+    advantage_fn: AdvantageFn,
+    rewards_R: NDArray[np.float64],
+    eps: float,
+    group: Group | None,
 ) -> Sequence[float]:
-    advantages_R = np.asarray(advantage_fn(rewards_R, eps=eps), np.float64)
+    """The group is given to a function that has a parameter for it. None: the rewards are not one per
+    rollout."""
+    if takes_keyword(advantage_fn, "group"):
+        returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
+    else:
+        returned = advantage_fn(rewards_R, eps=eps)
+    advantages_R = np.asarray(returned, np.float64)
     if advantages_R.shape != rewards_R.shape or not np.isfinite(advantages_R).all():
         name = getattr(advantage_fn, "__name__", repr(advantage_fn))
         reason = f"for rewards {rewards_R.tolist()} it returned {advantages_R.tolist()}"
@@ -243,49 +371,25 @@ def _call_advantage_fn(
 
 
 def _token_advantages(
-    row: _Row, summary: RolloutSummary, advantage_of: Mapping[RewardOwner, float], use: RewardUse
-) -> NDArray[np.float32]:
+    row: _Row,
+    summary: RolloutSummary,
+    advantage_of: Mapping[RewardOwner, float],
+    use: RewardUse,
+    discount: float,
+) -> NDArray[np.float64]:
     """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
     turns = row.branch.turns
-    owners = _reward_owners(summary, turns)
+    owners = branch_owners(summary, turns)
     if use == "add":
-        turn_advantages = _summed_advantages(turns, owners, advantage_of)
+        turn_advantages = _summed_advantages(turns, owners, advantage_of, discount)
     else:
         turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
-    parts: list[NDArray[np.float32]] = []
+    parts: list[NDArray[np.float64]] = []
     for turn in row.branch.row_turns:
         advantage = turn_advantages[turn.id]
         num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
-        parts.append(np.full(num_tokens, advantage, np.float32))
-    advantages_T = np.concatenate(parts)
-    return np.where(row.sample.loss_mask_T, advantages_T, np.float32(0.0))
-
-
-def _token_rewards(row: _Row, summary: RolloutSummary) -> NDArray[np.float32]:
-    """The rewards of a row's tokens, [T]; 0 where nothing is trained. A turn's reward is that of its last
-    token, if the turn is trained in this row."""
-    mask_T = row.sample.loss_mask_T
-    rewards_T = np.zeros(len(mask_T), np.float32)
-    rewards_T[np.flatnonzero(mask_T)[-1]] = row.sample.reward
-    end = 0
-    for turn in row.branch.row_turns:
-        end += len(turn.context_ids_T) + len(turn.sampled_ids_T)
-        if turn.id in summary.turn_rewards and len(turn.sampled_ids_T) and mask_T[end - 1]:
-            rewards_T[end - 1] += summary.turn_rewards[turn.id]
-    return rewards_T
-
-
-def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
-    """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
-    most particular one. Rewards of single turns are not among them."""
-    owners = [RewardOwner("final", summary.session_id)]
-    session_owner = child_owner(summary, turns[0].session_id)
-    if session_owner.kind == "child":
-        owners.append(session_owner)
-    rewarded_ids = [turn.id for turn in turns if turn.id in summary.branch_rewards]
-    if rewarded_ids:
-        owners.append(RewardOwner("branch", rewarded_ids[-1]))
-    return owners
+        parts.append(np.full(num_tokens, advantage))
+    return np.where(row.sample.loss_mask_T, np.concatenate(parts), 0.0)
 
 
 def _most_particular_advantages(
@@ -301,14 +405,19 @@ def _most_particular_advantages(
 
 
 def _summed_advantages(
-    turns: Sequence[Turn], owners: Sequence[RewardOwner], advantage_of: Mapping[RewardOwner, float]
+    turns: Sequence[Turn],
+    owners: Sequence[RewardOwner],
+    advantage_of: Mapping[RewardOwner, float],
+    discount: float,
 ) -> dict[str, float]:
-    """By turn id: the sum of the advantages of the branch, of the turn and of the turns that follow it."""
+    """By turn id: the discounted sum of the advantages of the turn, of the turns that follow it, and of the
+    branch, whose rewards come with its last turn."""
     branch_advantage = sum(advantage_of[owner] for owner in owners)
     turn_sum = 0.0
     sums: dict[str, float] = {}
     for turn in reversed(turns):
         turn_owner = RewardOwner("turn", turn.id)
-        turn_sum += advantage_of.get(turn_owner, 0.0)
+        turn_sum = advantage_of.get(turn_owner, 0.0) + discount * turn_sum
         sums[turn.id] = branch_advantage + turn_sum
+        branch_advantage *= discount
     return sums

@@ -134,10 +134,13 @@ def _placeholder(setting: SettingFlag) -> str:
 
 
 def _entry(names: str, text: str) -> list[str]:
-    """The names on the left and the text on the right; long names have a line of their own."""
+    """The names on the left and the text on the right; long names have a line of their own, or several."""
     head = f"  {names}"
     indent = " " * _TEXT_COLUMN
     lines = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    if len(head) > _WIDTH:
+        head_lines = textwrap.wrap(head.replace(",", ", "), _WIDTH, subsequent_indent="      ")
+        return [*head_lines, *lines]
     if len(head) > _TEXT_COLUMN - 2:
         return [head, *lines]
     first_line = head.ljust(_TEXT_COLUMN) + lines[0][_TEXT_COLUMN:]

@@ -20,6 +20,7 @@ from invrl.host.private_file import make_private
 from invrl.host.ray_setup import prepare_ray
 from invrl.run.config import Config, load_resolved, resolve
 from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.run.model_of_run import with_models_of_runs
 from invrl.store.run_folder import RunFolder
 
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -35,6 +36,8 @@ def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
         from invrl.rollout.tasks import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
+    if command == "train":
+        config = with_models_of_runs(config)
     for warning in check_before_start(command, config, machine.look_at_machine()):
         print(f"invrl: warning: {warning}", file=sys.stderr)
     return config

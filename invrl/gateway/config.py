@@ -1,10 +1,19 @@
 """Settings of the gateway, the one public port."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
-from invrl.section import Section
+from invrl.extra_columns import ExtraColumn, parse_extra_columns
+from invrl.section import COMMA_SEPARATED, Section
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `MatchLevel`."""
@@ -15,7 +24,8 @@ is trained as a choice among the tokens that the grammar allowed."""
 
 
 class SessionPolicy(Section):
-    """The limits of a session, and how its reward is handled. A caller may ask for lower limits."""
+    """The limits of a session, and how its reward and its other numbers are handled. A caller may ask for
+    lower limits."""
 
     max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
     session_ttl_s: PositiveFloat = Field(3600.0, description="seconds until an open session is ended")
@@ -32,6 +42,11 @@ class SessionPolicy(Section):
     late_reward: Literal["drop", "accept"] = Field(
         "drop", description="a session past its time: drop: failed; accept: awaits its reward as if finished"
     )
+    extra_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (),
+        description="numbers that rollouts are given beside their rewards, each NAME:LEVEL, or "
+        "NAME:LEVEL=DEFAULT for those that are not given (0); LEVEL is token, turn or rollout",
+    )
     train_auxiliary_roots: bool = Field(
         True, description="train conversations beside a session's main one (titles, summaries, parallel ones)"
     )
@@ -40,6 +55,17 @@ class SessionPolicy(Section):
     )
     lease_timeout_s: PositiveFloat = Field(60.0, description="until a lease without a session is void")
     generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")
+
+    @field_validator("extra_columns")
+    @classmethod
+    def _check_extra_columns(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        parse_extra_columns(entries)
+        return entries
+
+    @property
+    def declared_columns(self) -> Mapping[str, ExtraColumn]:
+        """The extra columns by name."""
+        return parse_extra_columns(self.extra_columns)
 
 
 class GatewayConfig(SessionPolicy):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from invrl.errors import SessionError
+from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.keys import KEY_PREFIX, hash_key, hash_of_same_key, signed_key, unauthorized
 from invrl.gateway.session_record import LastHeard, SessionRecord
 from invrl.store.rows import SessionState
@@ -211,10 +212,7 @@ class SessionRegistry:
     def reward(self, record: SessionRecord, reward: Reward) -> None:
         """Sets a reward; a later one replaces it, until the session is finished (a child's until its parent
         is). SessionError 409 after that, 410 if the run has ended."""
-        top = record.top()
-        top_is_settled = top.frozen and top.reward_deadline is None
-        if top_is_settled or record.state in ("aborted", "expired"):
-            raise self._reward_refusal(record)
+        self.check_unsettled(record)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
         elif reward.branch:
@@ -222,6 +220,21 @@ class SessionRegistry:
         else:
             record.reward = reward.value
             record.components = dict(reward.components)
+
+    def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
+        """Sets the numbers of the rollout and of turns; later ones replace them. Numbers of tokens are only
+        in the store. SessionError as for `reward`."""
+        self.check_unsettled(record)
+        record.numbers.update(extra.numbers)
+        for turn_id, turn_numbers in extra.turn_numbers.items():
+            record.turn_numbers.setdefault(turn_id, {}).update(turn_numbers)
+
+    def check_unsettled(self, record: SessionRecord) -> None:
+        """SessionError 409 or 410 if the session takes no reward and no numbers any more."""
+        top = record.top()
+        top_is_settled = top.frozen and top.reward_deadline is None
+        if top_is_settled or record.state in ("aborted", "expired"):
+            raise self._reward_refusal(record)
 
     def _reward_refusal(self, record: SessionRecord) -> SessionError:
         """Why a closed session takes no reward."""

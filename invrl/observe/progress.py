@@ -26,6 +26,13 @@ SHOWN = {
     "time/checkpoint_s": "s/checkpoint",
 }
 """The metrics on the screen; all metrics are in metrics.jsonl."""
+SHOWN_WITHOUT_ROLLOUTS = {
+    "train/loss": "loss",
+    "eval/loss": "held-out loss",
+    "data/epoch": "epoch",
+    "train/tokens_per_s": "tok/s",
+}
+"""Those of a step that has no reward."""
 Mode = Literal["auto", "plain", "none"]
 
 
@@ -90,7 +97,8 @@ class LiveProgress(Sink):
 def _describe(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
     """The metrics of the screen, held-out accuracies, and failed rollouts since the start of the run."""
     parts: list[str] = []
-    for name, label in SHOWN.items():
+    shown = SHOWN if "rollout/reward_mean" in values else SHOWN | SHOWN_WITHOUT_ROLLOUTS
+    for name, label in shown.items():
         if name in values:
             parts.append(f"{label} {_format_metric(name, values)}")
     for name, value in values.items():

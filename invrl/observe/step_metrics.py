@@ -138,6 +138,25 @@ def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
     return {"distinct_replies": Sum(len(distinct))}
 
 
+def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
+    """What shaping added to the final rewards of the rollouts that are trained: `reward_shaping_mean`,
+    `reward_shaping_min`, `reward_shaping_max`, and `reward_shaped_share`, the share of rollouts whose reward
+    it changed. Nothing where rewards are not shaped."""
+    term_of: dict[str, float] = {}
+    for sample in batch.samples:
+        if "reward_shaping" in sample.numbers:
+            term_of[sample.rollout_id] = sample.numbers["reward_shaping"]
+    if not term_of:
+        return {}
+    terms = list(term_of.values())
+    return {
+        "reward_shaping_mean": _mean(terms),
+        "reward_shaping_min": Min(min(terms)),
+        "reward_shaping_max": Max(max(terms)),
+        "reward_shaped_share": _mean([float(term != 0) for term in terms]),
+    }
+
+
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
     """The weight update: version, bytes, gaps of the canary, seconds per phase and of the pause."""
     metrics: dict[str, Metric] = {

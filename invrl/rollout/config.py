@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from invrl.section import COMMA_SEPARATED, Section
 
 EvalMode = Literal["sampled", "greedy"]
+CurriculumScheme = Literal["none", "learnability", "thompson", "prioritized"]
 
 
 class RolloutConfig(Section):
@@ -32,6 +33,23 @@ class RolloutConfig(Section):
     task_label_key: str = Field("label", description="field that holds the task's label")
     eval_task_file: str = Field(
         "", description="file of held-out tasks (a task source has its split 'eval' instead)"
+    )
+    curriculum: CurriculumScheme = Field(
+        "none",
+        description="picks the next training task by how often the model solved each: learnability (those "
+        "that it sometimes solves), thompson (the same, with more exploration), prioritized (hard ones) or "
+        "'none'",
+    )
+    curriculum_tasks: NonNegativeInt = Field(
+        0,
+        description="first training tasks among which the curriculum picks; 0: all (a source must then end)",
+    )
+    curriculum_decay: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="part of what the curriculum knows of a task that it keeps at each of the task's groups; "
+        "1: it forgets nothing",
     )
     rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")

@@ -1,14 +1,16 @@
 """Turns what user code returned into a reward that may be trained on: one finite float, or a named reason.
 
 Pure functions. Invariants: a reward that leaves this module is a finite float within `MAX_REWARD`; its
-components pass the gateway's checks."""
+components pass the gateway's checks. Numbers of extra columns are finite and of the right types; whether they
+are declared, and as many as the tokens, is checked by the gateway, which knows both."""
 
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from numbers import Real
 
 import numpy as np
 
+from invrl.extra_columns import MAX_NUMBER, ExtraNumbers, is_number
 from invrl.interfaces import RolloutResult, components_fault
 from invrl.reasons import FailureReason
 from invrl.types import MAX_NAME_LENGTH, MAX_REWARD
@@ -37,6 +39,74 @@ def as_result(returned: object) -> RolloutResult:
         return RolloutResult(reward=returned)  # type: ignore[arg-type]
     detail = f"the rollout function returned {_shown(returned)}, not a number. Fix: {_number_fix(returned)}"
     raise Rejected(FailureReason.BAD_RETURN, detail)
+
+
+def valid_numbers(result: RolloutResult) -> ExtraNumbers:
+    """The numbers of extra columns as plain floats. Raises Rejected (BAD_RETURN) naming the field, the value
+    and the fix."""
+    turn_numbers: dict[str, Mapping[str, float]] = {}
+    for turn_id, numbers in _named_entries("turn_numbers", result.turn_numbers):
+        turn_numbers[turn_id] = _numbers_by_name(f"turn_numbers[{turn_id!r}]", numbers)
+    token_numbers: dict[str, Mapping[str, Sequence[float]]] = {}
+    for turn_id, columns in _named_entries("token_numbers", result.token_numbers):
+        field = f"token_numbers[{turn_id!r}]"
+        token_numbers[turn_id] = {
+            name: _number_list(f"{field}[{name!r}]", values)
+            for name, values in _named_entries(field, columns)
+        }
+    return ExtraNumbers(
+        numbers=_numbers_by_name("numbers", result.numbers),
+        turn_numbers=turn_numbers,
+        token_numbers=token_numbers,
+    )
+
+
+def _named_entries(field: str, mapping: object) -> list[tuple[str, object]]:
+    """The entries of a mapping whose keys are text that JSON can carry."""
+    if not isinstance(mapping, Mapping):
+        raise _bad_numbers(field, f"is {_shown(mapping)}, not a mapping", "return a dict")
+    entries: list[tuple[str, object]] = []
+    for key, value in mapping.items():
+        if not isinstance(key, str) or len(key) > MAX_NAME_LENGTH or not key.isprintable():
+            fix = "use names of declared columns, and ids of answers for turns"
+            raise _bad_numbers(field, f"has the key {_shown(key)}", fix)
+        entries.append((key, value))
+    return entries
+
+
+def _numbers_by_name(field: str, numbers: object) -> dict[str, float]:
+    return {name: _number(f"{field}[{name!r}]", value) for name, value in _named_entries(field, numbers)}
+
+
+def _number(field: str, value: object) -> float:
+    if not isinstance(value, Real | np.bool_):
+        raise _bad_numbers(field, f"is {_shown(value)}, not a number", "return a float")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if not is_number(number):
+        reason = f"is {number:g}, not a finite number within ±{MAX_NUMBER:.6g} (float32)"
+        raise _bad_numbers(field, reason, "leave the name out where there is none: the default counts then")
+    return number
+
+
+def _number_list(field: str, values: object) -> list[float]:
+    """A list, tuple, array or tensor of numbers, one for each token."""
+    if isinstance(values, list | tuple):
+        return [_number(f"{field}[{position}]", value) for position, value in enumerate(values)]
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__array__"):
+        reason = f"is {_shown(values)}, not a list of numbers"
+        raise _bad_numbers(field, reason, "return a list with one number for each sampled token")
+    values_T = np.asarray(values)
+    if values_T.ndim != 1 or values_T.dtype.kind not in "biuf":
+        reason = f"is an array of shape {values_T.shape} and dtype {values_T.dtype}"
+        raise _bad_numbers(field, reason, "return one axis of numbers, one for each sampled token")
+    return [_number(f"{field}[{position}]", value) for position, value in enumerate(values_T.tolist())]
+
+
+def _bad_numbers(field: str, reason: str, fix: str) -> Rejected:
+    return Rejected(FailureReason.BAD_RETURN, f"RolloutResult.{field} {reason}. Fix: {fix}")
 
 
 def valid_reward(value: object, name: str = "the reward") -> float:

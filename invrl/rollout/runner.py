@@ -23,10 +23,11 @@ from typing import Any
 import httpx
 import numpy as np
 
+from invrl.extra_columns import ExtraNumbers
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.reasons import FailureReason
-from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
+from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_numbers, valid_reward
 from invrl.types import Task
 from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
 
@@ -42,6 +43,7 @@ class Scored:
 
     reward: float
     components: Mapping[str, float]
+    extra: ExtraNumbers = ExtraNumbers()  # noqa: RUF009 - a constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,11 @@ class Runner:
                 name = "the reward function's reward"
             number = valid_reward(reward, name)
             function = self._function
-            return Scored(reward=number, components=valid_components(result.components))
+            return Scored(
+                reward=number,
+                components=valid_components(result.components),
+                extra=valid_numbers(result),
+            )
         except BaseException as error:  # as in `_contained`
             return self._failure(error, run, function)
 

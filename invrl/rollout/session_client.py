@@ -1,4 +1,4 @@
-"""The gateway's session API as any external environment uses it: open, finish, abort.
+"""The gateway's session API as any external environment uses it: open, attach numbers, finish, abort.
 
 Invariants: every call ends within its deadline, and its error says what it waited for. A request to a gateway
 that is full (429), restarting (503) or unreachable is repeated until the deadline, after the gateway's
@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from invrl.errors import DeadlineError, SessionError
+from invrl.extra_columns import ExtraNumbers
 from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
@@ -91,6 +92,18 @@ class SessionClient:
             message = f"{what}: it opened others: {answer.text}"
             raise SessionError(message, status=502, code="bad_answer")
         return sessions
+
+    async def attach(self, session: Session, extra: ExtraNumbers) -> None:
+        """Gives a session numbers of extra columns. Numbers of tokens go turn by turn, so that no request is
+        too large. Raises SessionError, DeadlineError."""
+        what = f"the gateway to take numbers of session {session.id}"
+        requests: list[dict[str, object]] = []
+        if extra.numbers or extra.turn_numbers:
+            requests.append({"numbers": extra.numbers, "turn_numbers": extra.turn_numbers})
+        for turn_id, token_numbers in extra.token_numbers.items():
+            requests.append({"token_numbers": {turn_id: token_numbers}})
+        for body in requests:
+            await self._post(f"/sessions/{session.id}/numbers", body, session.key, what)
 
     async def finish(
         self, session: Session, reward: float, components: Mapping[str, float] | None = None

@@ -1,45 +1,96 @@
 """Where tasks come from: a source function by import path, or a JSONL or Parquet file; for an evaluation
 the held-out sets that `eval_sets` names, or the one unnamed set.
 
-Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator are
-distinct (later tasks with an id that occurred before are called "id@1", "id@2", ...); "eval" is finite.
-`check_tasks` and `load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the
-buffer and the evaluation."""
+Invariants: the same split and seed give the same tasks in the same order; a source or curriculum that is told
+outcomes does so for the same outcomes; "eval" is finite and its ids are distinct (later tasks with an id that
+occurred before are called "id@1", "id@2", ...; the buffer does the same for "train"). `check_tasks` and
+`load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the buffer and the
+evaluation."""
 
-import datetime
-import decimal
-import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
-from pathlib import Path
-
-import orjson
+from typing import cast
 
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
-from invrl.interfaces import TaskSource
+from invrl.interfaces import OutcomeRecorder, StateKeeper, TaskSource
 from invrl.rollout.config import RolloutConfig
+from invrl.rollout.curriculum import CURRICULA, Curriculum
+from invrl.rollout.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
+from invrl.rollout.source_check import check_feedback, has_feedback
 from invrl.store.lease_store import encoded_task
+from invrl.store.row_file import Rows, read_rows, row_unit
+from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types import Json, Task
-
-_Rows = list[tuple[int, dict[str, Json]]]
-"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of a Parquet file."""
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
-    """The tasks of "train" (endless, a file is shuffled anew for each epoch) or "eval" (finite, in the order
-    of the file or source). Raises ConfigError, PluginError if they cannot be loaded."""
-    if config.task_source_path:
-        source = plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
-        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
-    tasks = _read_split(config, split)
+    """The tasks of "train" (endless; a file is shuffled anew for each epoch) or "eval" (finite, in the order
+    of the file or source). Those of "train" are a source's own object if it is told outcomes or keeps its
+    state, or a `Curriculum`. Raises ConfigError, PluginError if they cannot be loaded."""
     if split == "train":
-        return _distinct(_shuffled_epochs(tasks, seed))
-    return iter(tasks)
+        return _load_training_tasks(config, seed)
+    if config.task_source_path:
+        source = _load_source(config)
+        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
+    return iter(_read_split(config, split))
+
+
+def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
+    """With ids as they come, so a task that comes back has the id that it had before."""
+    if config.curriculum != "none":
+        tasks = _listed_tasks(config, seed)
+        return Curriculum(tasks, CURRICULA[config.curriculum], decay=config.curriculum_decay, seed=seed)
+    if not config.task_source_path:
+        return _shuffled_epochs(_read_split(config, "train"), seed)
+    source = _load_source(config)
+    first_pass = _call_source(source, config.task_source_path, seed)
+    if has_feedback(first_pass):
+        return cast(Iterator[Task], first_pass)
+    return _checked_passes(source, config.task_source_path, "train", seed, first_pass)
+
+
+def _load_source(config: RolloutConfig) -> TaskSource:
+    return plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
+
+
+def _call_source(source: TaskSource, path: str, seed: int) -> object:
+    """What the source returns for "train". Raises PluginError."""
+    try:
+        return source("train", seed)
+    except PluginError:
+        raise
+    except Exception as error:
+        raise _source_error(path, f"the split 'train' with seed {seed} raised {error!r}") from error
+
+
+def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
+    """The training tasks that the curriculum picks from, with distinct ids. Raises ConfigError if there are
+    too many or too few, or if the source picks its tasks by itself."""
+    field = "curriculum_tasks"
+    wanted = config.curriculum_tasks
+    if config.task_source_path:
+        path = config.task_source_path
+        source = _load_source(config)
+        first_pass = _call_source(source, path, seed)
+        if has_feedback(first_pass):
+            reason = f"the task source {path} is told outcomes and picks its tasks by itself"
+            raise ConfigError("curriculum", config.curriculum, reason, "leave --curriculum out")
+        passes = _checked_passes(source, path, "train", seed, first_pass, repeated=False)
+        tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
+    else:
+        tasks = _read_split(config, "train")[: wanted or None]
+    if len(tasks) > CURRICULUM_MAX_TASKS:
+        reason = f"there are more than {CURRICULUM_MAX_TASKS} training tasks, or they have no end"
+        fix = f"give --curriculum-tasks N, at most {CURRICULUM_MAX_TASKS}, to pick among the first N"
+        raise ConfigError(field, wanted, reason, fix)
+    if len(tasks) < wanted:
+        reason = f"there are {len(tasks)} training tasks"
+        raise ConfigError(field, wanted, reason, f"ask for at most {len(tasks)}, or 0 for all")
+    return tasks
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
@@ -64,7 +115,11 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
     if config.external_environments:
         _check_sendable(config, seed)
-    next(load_tasks(config, "train", seed))
+    tasks = load_tasks(config, "train", seed)
+    if isinstance(tasks, Curriculum) or not has_feedback(tasks):
+        next(tasks)
+    else:
+        check_feedback(config.task_source_path, lambda: load_tasks(config, "train", seed))
     if has_unnamed_set:
         load_eval_tasks(config, seed)
 
@@ -90,6 +145,19 @@ def label_notes(config: RolloutConfig) -> list[str]:
         elif all(label in (None, "", [], {}) for label in labels):
             notes.append(f"the labels of {file} (field {key!r}) are all empty")
     return notes
+
+
+def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
+    """Notes about a task source that is told outcomes and cannot keep them over a resume."""
+    if not config.task_source_path or config.curriculum != "none":
+        return []
+    tasks = load_tasks(config, "train", seed)
+    if isinstance(tasks, StateKeeper) or not isinstance(tasks, OutcomeRecorder):
+        return []
+    return [
+        f"{config.task_source_path} is told outcomes and has no state() and restore(): after a resume it "
+        "begins anew and knows none of them"
+    ]
 
 
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
@@ -121,26 +189,29 @@ def _check_one_place(config: RolloutConfig, file: str) -> None:
     raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
-_ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
-
-
-def _usable_id(name: str) -> bool:
-    """Whether an id is short and without lone surrogates. Ids are sent as JSON and are part of group ids."""
-    return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
-
-
-def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
-    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again.
-    Raises PluginError for whatever is wrong with the source."""
-    passes = count() if split == "train" else range(1)
-    for _ in passes:
+def _checked_passes(
+    source: TaskSource,
+    path: str,
+    split: str,
+    seed: int,
+    first_pass: object = None,
+    *,
+    repeated: bool = True,
+) -> Iterator[Task]:
+    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again,
+    unless not `repeated`. `first_pass`: what the first call returned, if it was made already. Raises
+    PluginError for whatever is wrong with the source."""
+    passes = count() if split == "train" and repeated else range(1)
+    for number in passes:
         task = None
         try:
-            for task in source(split, seed):
+            is_called = number == 0 and first_pass is not None
+            tasks = cast(Iterator[Task], first_pass) if is_called else source(split, seed)
+            for task in tasks:
                 if not isinstance(task, Task):
                     raise _source_error(path, f"{split!r} yielded a {type(task).__name__}, not a Task")
-                if not (isinstance(task.id, str) and _usable_id(task.id)):
-                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {_ID_FIX}")
+                if not is_usable_id(task.id):
+                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}")
                 yield task
         except PluginError:
             raise
@@ -156,15 +227,10 @@ def _source_error(path: str, reason: str) -> PluginError:
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
-    """The tasks with distinct ids: the n-th repeat of an id is "id@n"."""
-    occurrences: Counter[str] = Counter()
+    """The tasks with distinct ids."""
+    ids = DistinctIds()
     for task in tasks:
-        num_before = occurrences[task.id]
-        occurrences[task.id] += 1
-        if num_before:
-            yield replace(task, id=f"{task.id}@{num_before}")
-        else:
-            yield task
+        yield replace(task, id=ids.distinct(task.id))
 
 
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
@@ -191,7 +257,7 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
         if ids is not None:
             task_id = _id_text(ids[index], field, file, number)
         if task_id in first_number:
-            reason = f"{_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
+            reason = f"{row_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
             raise ConfigError(field, file, reason, "make ids unique")
         first_number[task_id] = number
         label = None
@@ -201,78 +267,17 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
     return tasks
 
 
-def _is_parquet(file: str) -> bool:
-    return file.lower().endswith(".parquet")
-
-
-def _unit(file: str) -> str:
-    """What error messages call one task's place in the file."""
-    return "row" if _is_parquet(file) else "line"
-
-
-def _field_names(rows: _Rows) -> str:
+def _field_names(rows: Rows) -> str:
     _, first_row = rows[0]
     return ", ".join(sorted(first_row))
 
 
-def _read_rows(field: str, file: str) -> _Rows:
+def _read_rows(field: str, file: str) -> Rows:
     """At least one row. Raises ConfigError."""
-    if _is_parquet(file):
-        fix = "give a Parquet file, one row per task"
-    else:
-        fix = "give a JSONL file in UTF-8, one JSON object per line"
-    try:
-        if _is_parquet(file):
-            rows = _parquet_rows(file)
-        else:
-            rows = _json_rows(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
-    if not rows:
-        raise ConfigError(field, file, "has no tasks", fix)
-    return rows
+    return read_rows(field, file, of="tasks", each="task")
 
 
-def _json_rows(text: str) -> _Rows:
-    rows: _Rows = []
-    # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number} is a JSON {type(row).__name__}, not an object")
-        rows.append((number, row))
-    return rows
-
-
-def _parquet_rows(file: str) -> _Rows:
-    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs, times become ISO 8601,
-    decimals become floats, NaN and infinity become null."""
-    from pyarrow import parquet
-
-    rows: _Rows = []
-    for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
-        try:
-            encoded = orjson.dumps(row, default=_json_value)
-        except orjson.JSONEncodeError as error:
-            raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
-        rows.append((number, orjson.loads(encoded)))
-    return rows
-
-
-def _json_value(value: object) -> float | str:
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    if isinstance(value, datetime.date | datetime.time):  # includes pandas' types, if it is installed
-        return value.isoformat()
-    raise TypeError
-
-
-def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
+def _column(rows: Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
     """The value of `key` in each row. None if no row has the key and `key` is the default of the setting
     `key_field`. Raises ConfigError, which names the first row without the key."""
     numbers_without = [number for number, row in rows if key not in row]
@@ -281,7 +286,7 @@ def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> lis
     is_default = key == RolloutConfig.model_fields[key_field].default
     if len(numbers_without) == len(rows) and is_default:
         return None
-    unit = _unit(file)
+    unit = row_unit(file)
     first_number, _ = rows[0]
     reason = (
         f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
@@ -294,10 +299,10 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
     """The id of a row as text. Raises ConfigError unless it is a usable string or an integer."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         text = str(value)
-        if _usable_id(text):
+        if is_usable_id(text):
             return text
-    reason = f"{_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
-    raise ConfigError(field, file, reason, _ID_FIX)
+    reason = f"{row_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
+    raise ConfigError(field, file, reason, USABLE_ID_FIX)
 
 
 _EVAL_SET = re.compile(r"([\w.-]{1,64})=(.+)")

@@ -172,6 +172,7 @@ class RolloutWorker:
         if isinstance(result, Failure):
             return await self._client.abort(session, result.reason, result.detail)
         try:
+            await self._client.attach(session, result.extra)
             return await self._client.finish(session, result.reward, result.components)
         except SessionError as refusal:
             if not is_refusal(refusal):

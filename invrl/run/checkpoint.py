@@ -25,7 +25,7 @@ class Checkpoint:
     megatron = Below("megatron")
     hugging_face = Below("hugging_face")
     buffer = Below("buffer.json")
-    """Missing where no buffer was in the run (`--debug-train-only`)."""
+    """Missing where no buffer was in the run (`--data-path`, `--debug-train-only`)."""
 
     @classmethod
     def at(cls, path: Path) -> Self | None:

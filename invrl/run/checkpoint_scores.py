@@ -1,8 +1,8 @@
 """How good the weights of a step are, by what the run has measured, and which checkpoints stay because of it.
 
-The score is the held-out accuracy of the step's weights (the mean over sets and modes), or the mean training
-reward of the steps up to it. A checkpoint is judged when a later one is saved: the evaluation after its step
-has been made by then."""
+The score is the held-out accuracy of the step's weights (the mean over sets and modes), the mean training
+reward of the steps up to it, or the held-out loss, of which less is better. A checkpoint is judged when a
+later one is saved: the evaluation after its step has been made by then."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Literal
 
 from invrl.store.metrics_file import MetricsRow, read_metrics
 
-ScoreKind = Literal["held_out", "reward"]
+ScoreKind = Literal["held_out", "reward", "held_out_loss"]
 
 _ACCURACY_PREFIX = "eval/"
 _ACCURACY_SUFFIX = "/accuracy"
+HELD_OUT_LOSS = "eval/loss"
 _REWARD = "rollout/reward_mean"
 _REWARD_STEPS = 8
 """Steps whose rewards are averaged, because that of one batch says little."""
@@ -38,7 +39,19 @@ def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
     rows = read_metrics(metrics_path)
     if kind == "held_out":
         return _accuracies(rows)
+    if kind == "held_out_loss":
+        return {step: -loss for step, loss in held_out_losses(rows).items()}
     return _rewards(rows)
+
+
+def held_out_losses(rows: Sequence[MetricsRow]) -> dict[int, float]:
+    """The held-out loss by step; the later one where a step has two."""
+    losses: dict[int, float] = {}
+    for row in rows:
+        loss = row.get(HELD_OUT_LOSS)
+        if loss is not None:
+            losses[int(row["step"] or 0)] = loss
+    return losses
 
 
 def _accuracies(rows: Sequence[MetricsRow]) -> dict[int, float]:

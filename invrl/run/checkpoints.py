@@ -218,7 +218,9 @@ class Checkpoints:
         written = {**_below(filling.megatron, state), **_below(filling.hugging_face, linked)}
         return await _in_thread(self.commit, filling, written)
 
-    async def save_beside_training(self, trainer: CopyingTrainer, step: int, snapshot: bytes) -> None:
+    async def save_beside_training(
+        self, trainer: CopyingTrainer, step: int, snapshot: bytes | None = None
+    ) -> None:
         """As `save`, but returns as soon as the trainer has copied what is to be written. Waits first for the
         checkpoint before, so that there is one copy at most. A failure of the writing is raised by `watch`,
         and by the next call that waits."""
@@ -231,7 +233,7 @@ class Checkpoints:
         self._in_flight.add_done_callback(self._note_end)
 
     async def _write(
-        self, trainer: CopyingTrainer, filling: Checkpoint, unfinished: Path, snapshot: bytes
+        self, trainer: CopyingTrainer, filling: Checkpoint, unfinished: Path, snapshot: bytes | None
     ) -> None:
         """Awaits what the trainer writes, and publishes it. The model comes first, as in `save`."""
         written = await trainer.model_written()

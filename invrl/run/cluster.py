@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from invrl.algorithms.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives import needs_of
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.engines.engine_server import count_gpus
@@ -292,11 +294,15 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             seed=config.run.seed,
         )
         actors.append(start_actor(f"trainer rank {rank}", TrainActor, options, settings))
+    add_rows = None
+    if needs_of(config.algorithm).mismatched_rows:
+        add_rows = partial(with_mismatched_rows, max_tokens=config.train.max_row_tokens)
     return TrainHandle(
         actors,
         layout=layout,
         num_minibatches=config.algorithm.num_minibatches,
         cost=ComputeCost.of_model(config.model.folder),
+        add_rows=add_rows,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,

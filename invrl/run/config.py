@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig
+from invrl.datasets.config import DataConfig
 from invrl.engines.config import EngineConfig
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
@@ -25,6 +26,7 @@ from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
 from invrl.run.name_suggestions import meant_setting, nearest_setting
 from invrl.section import Section
+from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
 from invrl.weights.config import WeightSyncConfig
 
@@ -59,7 +61,7 @@ class RunConfig(Section):
     keep_best_by: Literal["auto", "held_out", "reward"] = Field(
         "auto",
         description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
-        "held_out where eval_interval is set, else reward",
+        "held_out where eval_interval is set, else reward. On --data-path: by the held-out loss",
     )
     max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
     heartbeat_timeout_s: float = Field(
@@ -86,7 +88,9 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field("", description="Hugging Face folder, or checkpoint of a run (its hugging_face)")
+    model_path: str = Field(
+        "", description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)"
+    )
 
     reference_model_path: str = Field(
         default="",
@@ -123,14 +127,23 @@ class ModelConfig(Section):
         if checkpoint.name == "hugging_face":
             checkpoint = checkpoint.parent
         run = checkpoint.parent.parent
-        if checkpoint.parent.name == "checkpoints" and (run / "config.resolved.toml").is_file():
+        if checkpoint.parent.name == "checkpoints" and is_run_folder(run):
             return run.name
         return checkpoint.name
 
 
+def is_run_folder(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file()
+
+
 def _model_folder(path: str) -> Path:
-    """The absolute folder of a model: of a checkpoint, its part for Hugging Face."""
+    """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a run, its newest model.
+    The folder of a run without a model is returned as it is."""
     folder = Path(path).expanduser().absolute()
+    if is_run_folder(folder):
+        from invrl.run.checkpoints import Checkpoints  # many commands read settings and no checkpoint
+
+        return Checkpoints(RunFolder(path=folder).checkpoints_path).newest_model() or folder
     of_checkpoint = folder / "hugging_face"
     if of_checkpoint.is_dir():
         return of_checkpoint
@@ -143,6 +156,7 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
+    data: DataConfig
     rollout: RolloutConfig
     engine: EngineConfig
     gateway: GatewayConfig
@@ -155,8 +169,20 @@ class Config(Section):
     megatron: UpstreamOptions = Field(default_factory=dict)
 
     @property
+    def trains_on_data(self) -> bool:
+        """Whether the run trains on a file, without rollouts."""
+        return bool(self.data.data_path)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether the trainer is all that the run starts: no engine, no gateway and no rollouts."""
+        return self.run.debug_train_only or self.trains_on_data
+
+    @property
     def best_checkpoints_by(self) -> ScoreKind:
         """What `keep_best_by` stands for in this run."""
+        if self.trains_on_data:
+            return "held_out_loss"
         if self.run.keep_best_by != "auto":
             return self.run.keep_best_by
         return "held_out" if self.rollout.eval_interval else "reward"

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.objectives import is_built_in, needs_of
+from invrl.algorithms.config import GROUP_RELATIVE
+from invrl.algorithms.objectives import ON_FILES, is_built_in, needs_of
+from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
+from invrl.section import Section
 from invrl.train.activations import recomputed_modules
 from invrl.weights.config import WeightSyncConfig
 
@@ -34,20 +37,7 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
-    subjects = (
-        _modes,
-        _schedule,
-        _batch,
-        _critic,
-        _routing_replay,
-        _evaluation,
-        _engines,
-        _external_engines,
-        _deadlines,
-        _determinism,
-        _weight_sync,
-    )
-    for subject in subjects:
+    for subject in _ON_DATA if config.trains_on_data else _WITH_ROLLOUTS:
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
     for field, reason, fix in _secrets(config):
@@ -55,6 +45,80 @@ def check(config: Config) -> None:
     for field, value in values.items():  # counts are sent as int32 (token ids, positions, versions)
         if isinstance(value, int) and abs(value) > _MAX_COUNT:
             raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
+
+
+def _data(config: Config) -> Contradictions:
+    """Training on a file."""
+    data = config.data
+    objective = config.algorithm.objective
+    if objective == "rl":
+        reason = "it trains on rollouts, and data_path is given, which makes none"
+        fix = f"add --objective {', '.join(KIND_OF_OBJECTIVE)} or one of your own; or leave --data-path out"
+        yield "algorithm.objective", reason, fix
+    if data.data_kind not in ("auto", KIND_OF_OBJECTIVE.get(objective, data.data_kind)):
+        reason = f"the objective {objective} trains on {KIND_OF_OBJECTIVE[objective]}"
+        yield "data.data_kind", reason, "leave it out, or choose another --objective"
+    if data.data_eval_path and data.data_eval_fraction:
+        reason = f"held-out rows come from the file {data.data_eval_path}"
+        yield "data.data_eval_fraction", reason, "give one of --data-eval-path and --data-eval-fraction"
+    if config.algorithm.num_minibatches > data.data_batch_size:
+        reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
+        yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --data-batch-size"
+    if data.data_batch_size < config.train.data_parallel_size:
+        reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
+        yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --data-batch-size"
+    holds_out = bool(data.data_eval_path or data.data_eval_fraction)
+    if config.rollout.eval_interval and not holds_out:
+        reason = "no rows are held out that it could evaluate on"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --eval-interval out"
+        yield "rollout.eval_interval", reason, fix
+    if config.run.keep_best and not holds_out:
+        reason = "the best checkpoints are those of the lowest held-out loss, and no rows are held out"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --keep-best out"
+        yield "run.keep_best", reason, fix
+    for name in ("debug_train_only", "debug_rollout_only"):
+        if getattr(config.run, name):
+            yield f"run.{name}", "a run on data_path starts the trainer alone by itself", "leave it out"
+    if config.train.routing_replay != "none":
+        reason = "no engine has chosen experts, and the data's rows have one pass"
+        yield "train.routing_replay", reason, "leave it out"
+    yield from _of_rollouts(config)
+
+
+def _without_data(config: Config) -> Contradictions:
+    objective = config.algorithm.objective
+    if objective in KIND_OF_OBJECTIVE:
+        reason = f"the objective {objective} trains on a file, and none was given"
+        yield "data.data_path", reason, f"give --data-path FILE.jsonl, with {KIND_OF_OBJECTIVE[objective]}"
+    for name, default in _defaults(config.data):
+        if getattr(config.data, name) != default:
+            fix = "give --data-path too, with --objective sft for example; or leave it out"
+            yield f"data.{name}", "it is read only where a run trains on data_path", fix
+
+
+def _of_rollouts(config: Config) -> Contradictions:
+    """Settings of what a run on a file does not start."""
+    used = {
+        "rollout": ("eval_interval",),
+        "engine": ("engine_dtype",),
+        "gateway": ("chat_template_path", "keep_thinking"),
+        "buffer": (),
+        "weight_sync": (),
+    }
+    for table, section in config:
+        for name, default in _defaults(section) if table in used else ():
+            if name not in used[table] and getattr(section, name) != default:
+                reason = f"with data_path = {config.data.data_path!r} there are no rollouts and no engine"
+                yield f"{table}.{name}", reason, "leave it out, or leave --data-path out"
+    for table in ("sglang", "router"):
+        for name in getattr(config, table):
+            yield f"{table}.{name}", "with data_path there is neither engine nor router", "leave it out"
+
+
+def _defaults(section: Section) -> Iterator[tuple[str, object]]:
+    """The settings of a section with their defaults."""
+    for name, info in type(section).model_fields.items():
+        yield name, info.get_default(call_default_factory=True)
 
 
 def _modes(config: Config) -> Contradictions:
@@ -112,6 +176,32 @@ def _schedule(config: Config) -> Contradictions:
         yield "train.lr_min", reason, "lower --lr-min or raise --lr"
 
 
+def _curriculum(config: Config) -> Contradictions:
+    rollout = config.rollout
+    if rollout.curriculum != "none":
+        return
+    for name in ("curriculum_tasks", "curriculum_decay"):
+        if getattr(rollout, name) != type(rollout).model_fields[name].default:
+            yield (
+                f"rollout.{name}",
+                "there is no curriculum",
+                "add --curriculum learnability, or leave it out",
+            )
+
+
+def _difficulty(config: Config) -> Contradictions:
+    buffer = config.buffer
+    if buffer.difficulty_low > buffer.difficulty_high:
+        reason = f"it is above difficulty_high = {buffer.difficulty_high}, so no group would be kept"
+        yield "buffer.difficulty_low", reason, "lower --difficulty-low or raise --difficulty-high"
+    if buffer.group_filter == "medium_difficulty":
+        return
+    for name in ("difficulty_low", "difficulty_high", "difficulty_groups"):
+        if getattr(buffer, name) != type(buffer).model_fields[name].default:
+            fix = "add --group-filter medium_difficulty, or leave it out"
+            yield f"buffer.{name}", f"the group filter {buffer.group_filter!r} does not read it", fix
+
+
 def _batch(config: Config) -> Contradictions:
     groups = config.rollout.rollout_batch_size
     samples = config.rollout.n_samples_per_prompt
@@ -123,12 +213,6 @@ def _batch(config: Config) -> Contradictions:
             f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
         )
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
-    if 0 < algorithm.dual_clip <= 1:
-        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
-        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
-    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
-        reason = "the aggregation `constant` divides by it"
-        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
@@ -137,11 +221,122 @@ def _batch(config: Config) -> Contradictions:
         and is_built_in(algorithm.objective)
         and not needs_of(algorithm).reference
     ):
-        reason = "kl_coef and kl_reward_coef are 0, so no reference is computed"
+        reason = "kl_coef is 0, so no reference is computed"
+        if algorithm.objective != "rl":
+            reason = f"the objective {algorithm.objective} has no reference"
         yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
-    if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
-        reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
+
+
+def _advantages(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    name = algorithm.advantage
+    samples = config.rollout.n_samples_per_prompt
+    if samples == 1 and name in GROUP_RELATIVE:
+        reason = f"{name} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+    if samples == 1 and config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
+        reason = "it drops groups whose rewards are equal, which a group of one always is"
+        yield "buffer.group_filter", reason, "add --group-filter none, or raise --n-samples-per-prompt"
+    if name == "pass_at_k" and algorithm.pass_at_k >= samples:
+        reason = (
+            f"it must be below n_samples_per_prompt = {samples}: all subsets of that size would be one, and "
+            "every advantage 0"
+        )
+        yield "algorithm.pass_at_k", reason, "lower --pass-at-k or raise --n-samples-per-prompt"
+    if algorithm.discount < 1 and config.buffer.turn_reward_use == "replace" and not algorithm.token_level:
+        reason = "no rewards are added up over turns: each token has one reward"
+        yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"
+    if algorithm.reward_columns and not algorithm.token_level:
+        reason = f"the advantage {name} has no rewards of tokens"
+        yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
+    declared = config.gateway.declared_columns
+    for column in algorithm.reward_columns:
+        if column not in declared or declared[column].level == "rollout":
+            reason = f"extra_columns declares no column {column!r} of tokens or turns"
+            yield "algorithm.reward_columns", reason, f"add --extra-columns {column}:token, or leave it out"
+    yield from _overlong(config)
+
+
+def _overlong(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    fields = type(algorithm).model_fields
+    length = algorithm.overlong_length or config.rollout.max_new_tokens
+    if algorithm.overlong_buffer > length:
+        reason = f"a rollout may sample {length} tokens, and the penalty grows over the last of them"
+        yield "algorithm.overlong_buffer", reason, "lower it, or set --overlong-length"
+    for field in ("overlong_length", "overlong_penalty"):
+        if not algorithm.overlong_buffer and getattr(algorithm, field) != fields[field].default:
+            reason = "the length over which the penalty grows, overlong_buffer, is 0: there is no penalty"
+            yield f"algorithm.{field}", reason, "set --overlong-buffer, or leave this out"
+
+
+def _loss(config: Config) -> Contradictions:
+    """Between the loss's axes."""
+    algorithm = config.algorithm
+    if 0 < algorithm.dual_clip <= 1:
+        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
+        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
+    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
+        reason = "the aggregation `constant` divides by it"
+        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
+    surrogate = algorithm.policy_loss
+    if algorithm.ratio_level != "token":
+        if surrogate in ("dppo_tv", "dppo_kl"):
+            reason = f"{surrogate} masks single tokens by their own probabilities"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+        if surrogate in ("vespo", "policy_gradient"):
+            yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
+        reason = (
+            f"a {algorithm.ratio_level} ratio is one number for all tokens of a row, and this would give "
+            "each of them a factor of its own"
+        )
+        if algorithm.correction == "truncated":
+            fix = "set --correction geometric_truncated, sequence_truncated or none"
+            yield "algorithm.correction", reason, fix
+        if algorithm.rejection == "token":
+            yield "algorithm.rejection", reason, "set --rejection geometric, sequence or none"
+    if surrogate == "vespo" and algorithm.correction != "none":
+        reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
+        yield "algorithm.correction", reason, "set --correction none"
+    yield from _bounds_of_corrections(config)
+
+
+def _bounds_of_corrections(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.correction_floor > algorithm.correction_cap:
+        reason = f"it is above correction_cap = {algorithm.correction_cap:g}"
+        yield "algorithm.correction_floor", reason, "lower --correction-floor or raise --correction-cap"
+    low = algorithm.rejection_low
+    high = algorithm.rejection_high
+    if algorithm.rejection == "none":
+        for name in ("rejection_low", "rejection_high"):
+            if getattr(algorithm, name):
+                fix = "set --rejection token, sequence or geometric, or leave it out"
+                yield f"algorithm.{name}", "nothing is rejected (rejection is none)", fix
+        return
+    if not low and not high:
+        reason = "neither bound is set, so nothing is rejected"
+        yield "algorithm.rejection", reason, "set --rejection-high, --rejection-low or both"
+    why = "a ratio of 1, where engine and trainer agree, would be rejected"
+    if low >= 1:
+        yield "algorithm.rejection_low", why, "set it below 1"
+    if 0 < high <= 1:
+        yield "algorithm.rejection_high", why, "set it above 1"
+
+
+def _kl(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if not algorithm.kl_coef:
+        return
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        reason = (
+            "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
+            "mean over samples of the policy is 0"
+        )
+        yield "algorithm.kl_estimator", reason, "set --kl-in reward, or --kl-estimator k2, k3 or unbiased"
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
+        reason = "its importance weight is there for its gradient, and a reward has none"
+        yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
 
 
 _OF_THE_CRITIC = {
@@ -153,9 +348,6 @@ _OF_THE_CRITIC = {
         "vtrace_rho_cap",
         "vtrace_c_cap",
         "value_clip",
-        "kl_reward_coef",
-        "discount",
-        "advantage_whitening",
     ),
     "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
     "model": ("critic_model_path",),
@@ -165,6 +357,9 @@ _OF_THE_CRITIC = {
 
 def _critic(config: Config) -> Contradictions:
     algorithm = config.algorithm
+    if algorithm.token_level and algorithm.objective in ON_FILES:
+        reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
+        yield "algorithm.advantage", reason, "leave --advantage out, or use --objective rl"
     if not algorithm.token_level and is_built_in(algorithm.objective):
         for table, names in _OF_THE_CRITIC.items():
             section = getattr(config, table)
@@ -174,8 +369,10 @@ def _critic(config: Config) -> Contradictions:
                     fix = f"add --advantage gae, or leave --{name.replace('_', '-')} out"
                     yield f"{table}.{name}", reason, fix
     if algorithm.value_targets == "vtrace":
-        if algorithm.old_logprobs == "engine":
-            reason = "with --old-logprobs engine the old policy is the one that sampled: every ratio is 1"
+        if algorithm.old_logprobs != "recompute":
+            reason = (
+                f"with --old-logprobs {algorithm.old_logprobs} no ratio to the policy that sampled is known"
+            )
             yield "algorithm.value_targets", reason, "use --old-logprobs recompute, or leave this out"
         if algorithm.correction != "none":
             reason = "V-trace's advantages contain the ratio old/rollout already"
@@ -198,8 +395,11 @@ def _critic(config: Config) -> Contradictions:
 def _routing_replay(config: Config) -> Contradictions:
     replay = config.train.routing_replay
     algorithm = config.algorithm
-    if replay == "trainer" and algorithm.old_logprobs == "engine":
-        reason = "with --old-logprobs engine the trainer makes no pass for them whose routing it could replay"
+    if replay == "trainer" and algorithm.old_logprobs != "recompute":
+        reason = (
+            f"with --old-logprobs {algorithm.old_logprobs} the trainer makes no pass for them whose routing "
+            "it could replay"
+        )
         yield "train.routing_replay", reason, "use --old-logprobs recompute"
     if replay == "trainer" and algorithm.num_minibatches == 1:
         reason = (
@@ -393,6 +593,28 @@ def _determinism(config: Config) -> Contradictions:
             "engine computes at the same time and on the order in which rollouts end"
         )
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
+
+
+_ON_DATA = (_modes, _data, _schedule, _loss, _critic)
+_WITH_ROLLOUTS = (
+    _modes,
+    _without_data,
+    _schedule,
+    _batch,
+    _advantages,
+    _critic,
+    _loss,
+    _kl,
+    _difficulty,
+    _curriculum,
+    _routing_replay,
+    _evaluation,
+    _engines,
+    _external_engines,
+    _deadlines,
+    _determinism,
+    _weight_sync,
+)
 
 
 def _secrets(config: Config) -> Contradictions:

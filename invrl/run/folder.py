@@ -103,6 +103,7 @@ _MAY_CHANGE = frozenset(
         "run_root",
         "run_name",
         "num_steps",
+        "data_epochs",
         "progress",
         "log_samples",
         "tensorboard",

@@ -22,6 +22,7 @@ from invrl.observe.step_metrics import (
     CHECKPOINT_PHASE,
     reply_metrics,
     rollout_metrics,
+    shaping_metrics,
     time_metrics,
     update_metrics,
 )
@@ -98,7 +99,8 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
 
         with phases.within("assemble"):
             batch = await asyncio.to_thread(parts.assemble, step, taken)
-        values = resolve(rollout_metrics(taken) | reply_metrics(batch), "rollout/")
+        metrics = rollout_metrics(taken) | reply_metrics(batch) | shaping_metrics(batch)
+        values = resolve(metrics, "rollout/")
 
         if parts.learner is None:
             await parts.buffer.advance(taken.version)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _FOREIGN_NAMES: dict[str, str] = {
     "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
     "task_file": (
-        "dataset datasets dataset_name dataset_path data data_path data_file train_data train_file"
+        "dataset datasets dataset_name dataset_path data data_file train_data train_file"
         " train_files prompt_data prompts tasks"
     ),
     "eval_task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
@@ -23,7 +23,6 @@ _FOREIGN_NAMES: dict[str, str] = {
     "value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
     "gae_lambda": "lam lambd lambda gae_lam",
     "discount": "gamma",
-    "kl_reward_coef": "kl_penalty kl_in_reward",
     "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
     "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler",
     "clip_grad": "max_grad_norm grad_clip gradient_clipping grad_norm_clip",

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from invrl.algorithms.advantages import advantage_function
-from invrl.algorithms.objectives import needs_of
+from invrl.algorithms.advantages import configured_advantage
+from invrl.algorithms.credit import credit_rules
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
@@ -31,17 +31,19 @@ from invrl.observe.report import has_curve, write_report
 from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.tasks import label_notes
+from invrl.rollout.tasks import feedback_notes, label_notes
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
+from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import report_failures
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
 from invrl.run.verification_socket import answer_verifications
@@ -70,8 +72,13 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         start = start_at_zero(folder)
     else:
         start = find_start(folder, checkpoints, config.model.folder)
+    data = None
+    num_steps = config.run.num_steps
+    if config.trains_on_data:
+        data = load_run_data(config)
+        num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
-    display = open_progress(config.run.progress, config.run.num_steps)
+    display = open_progress(config.run.progress, num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
     _note_settings(config, folder, start, observer)
     try:
@@ -81,6 +88,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
                 # Not within the event loop: here an interrupt ends it at once.
                 checkpoint.check(config.model.folder)
             interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
+        elif data is not None:
+            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
         else:
             run = _TrainingRun(config, folder, checkpoints, observer, phase, start)
             interrupts.run(run.run())
@@ -101,8 +110,8 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
     for finding in start.findings:
         logger.warning("%s", finding)
         observer.note(finding)
-    if not config.run.debug_train_only:
-        for sentence in label_notes(config.rollout):
+    if not config.trains_alone:
+        for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
 
 
@@ -221,7 +230,7 @@ class _TrainingRun:
         self, cluster: Cluster, learner: Learner | None, held_out: HeldOutEvaluations | None
     ) -> int:
         config = self.config
-        advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
+        advantage = configured_advantage(config.algorithm)
         evaluate = None
         if held_out is not None:
             evaluate = held_out.during_training
@@ -254,7 +263,8 @@ class _TrainingRun:
             self.config.algorithm.advantage_eps,
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
-            token_rewards=needs_of(self.config.algorithm).values,
+            extra_columns=self.config.gateway.declared_columns.values(),
+            rules=credit_rules(self.config.algorithm, self.config.rollout.max_new_tokens),
         )
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)

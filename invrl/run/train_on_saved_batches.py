@@ -41,6 +41,7 @@ async def train_on_saved_batches(
                 observer.phase("train", step)
                 batch = load_batch(batch_path(data, step))
                 _refuse_long_rows(batch, config)
+                _refuse_missing_columns(batch, config)
                 result = await trainer.train(batch)
                 for note in step_notes(step, result):
                     observer.note(note)
@@ -71,3 +72,18 @@ def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
         reason = f"a row of batch {batch.batch_id} in the saved batches has {longest} tokens"
         fix = f"set --max-row-tokens to {longest} or more, or leave it out"
         raise ConfigError("train.max_row_tokens", limit, reason, fix)
+
+
+def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
+    """Raises ConfigError for a row that lacks an extra column which this run declares. The batches of a run
+    that declared it have it in every row."""
+    for name in config.gateway.declared_columns:
+        for sample in batch.samples:
+            if name in sample.columns or name in sample.numbers:
+                continue
+            present = ", ".join([*sample.columns, *sample.numbers]) or "none"
+            reason = (
+                f"rows of batch {batch.batch_id} in the saved batches have no column {name!r} ({present})"
+            )
+            fix = "declare the columns of the run that saved them, or give batches of a run with this column"
+            raise ConfigError("gateway.extra_columns", list(config.gateway.extra_columns), reason, fix)

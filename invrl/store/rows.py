@@ -68,6 +68,10 @@ class StoredSession:
     """By turn id."""
     branch_rewards: dict[str, Reward] = field(default_factory=dict)
     """By the id of the turn that the branches go through."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Of the rollout, by the name of the extra column."""
+    turn_numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By turn id, then by name."""
     outcome: Outcome | None = None
 
 
@@ -112,9 +116,14 @@ def opened_values(record: StoredSession) -> tuple[object, ...]:
     return (*values.values(), record.opened_at, record.state)
 
 
-def session_from_row(row: Sequence[Any], reward_rows: Sequence[Sequence[Any]]) -> StoredSession:
+def session_from_row(
+    row: Sequence[Any],
+    reward_rows: Sequence[Sequence[Any]],
+    number_rows: Sequence[tuple[str, str, float]] = (),
+) -> StoredSession:
     """`row`: the values of `SESSION_COLUMNS`. `reward_rows`: `of`, `turn_id`, `reward` and `components` of
-    the session's rows in the table `rewards`."""
+    the session's rows in the table `rewards`. `number_rows`: `turn_id`, `name` and `number` of its rows in
+    the table `numbers`."""
     turn_rewards: dict[str, Reward] = {}
     branch_rewards: dict[str, Reward] = {}
     for of, turn_id, value, parts in reward_rows:
@@ -122,6 +131,13 @@ def session_from_row(row: Sequence[Any], reward_rows: Sequence[Sequence[Any]]) -
             turn_rewards[turn_id] = Reward(value=value, components=_components(parts), turn=turn_id)
         else:
             branch_rewards[turn_id] = Reward(value=value, components=_components(parts), branch=turn_id)
+    numbers: dict[str, float] = {}
+    turn_numbers: dict[str, dict[str, float]] = {}
+    for turn_id, name, number in number_rows:
+        if turn_id:
+            turn_numbers.setdefault(turn_id, {})[name] = number
+        else:
+            numbers[name] = number
     num_of_session = len(_SESSION_FIELDS)
     of_session: dict[str, Any] = dict(zip(_SESSION_FIELDS, row[:num_of_session], strict=True))
     of_session["sampling"] = msgspec.json.decode(of_session["sampling"], type=Sampling)
@@ -134,6 +150,8 @@ def session_from_row(row: Sequence[Any], reward_rows: Sequence[Sequence[Any]]) -
         session=Session(**of_session, key="", base_url=""),
         turn_rewards=turn_rewards,
         branch_rewards=branch_rewards,
+        numbers=numbers,
+        turn_numbers=turn_numbers,
         **of_record,
     )
 

@@ -19,6 +19,7 @@ from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
 from invrl.store.metrics_file import read_metrics
 
+CONFIG_NAME = "config.resolved.toml"
 LOCK_NAME = "run.lock"
 """Names the process that holds the folder, for as long as that process has locked this file."""
 
@@ -43,7 +44,7 @@ class RunFolder:
 
     path: Path
 
-    config_path = Below("config.resolved.toml")
+    config_path = Below(CONFIG_NAME)
     metrics_path = Below("metrics.jsonl")
     store_path = Below("run.sqlite")
     """SQLite: sessions, turns, outbox, the buffer's ledger (`store/schema.py`)."""
@@ -52,6 +53,8 @@ class RunFolder:
     report_path = Below("report")
     rollout_data_path = Below("rollout_data")
     """Training batches, one file per step (`store/batch_file.py`)."""
+    data_digests_path = Below("data.json")
+    """Of a run on a file: the checksums of its files, by setting."""
     phase_path = Below("phase.json")
     """What the driver does now, as JSON: pid, step, phase."""
     finished_path = Below("finished")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
@@ -71,6 +73,10 @@ _TOOLS_OF_SESSION = """
 """
 _ROUTED_EXPERTS = f"""
     SELECT {EXPERTS_COLUMNS} FROM routed_experts
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+"""
+_TOKEN_NUMBERS = """
+    SELECT turn_id, name, numbers FROM token_numbers
     WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
 _SILENT_SESSIONS = """
@@ -187,20 +193,34 @@ class RunStore:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
-        """The rollouts of a batch with their tokens, in the order of its groups. Each has the summary that
-        the batch holds, whose reward the buffer may have given. Raises KeyError as `rollout` does."""
+        """The rollouts of a batch with their tokens and what was recorded of these, in the order of its
+        groups. Each has the summary that the batch holds, whose reward the buffer may have given. Raises
+        KeyError as `rollout` does."""
         summaries = [summary for group in taken.groups for summary in group.rollouts_G]
         rollouts: list[Rollout] = []
         for summary in summaries:
             rollout = self.rollout(summary.session_id)
-            experts = self._routed_experts([summary.session_id, *summary.child_rewards])
-            rollouts.append(replace(rollout, summary=summary, routed_experts=experts))
+            family = [summary.session_id, *summary.child_rewards]
+            with_tokens = replace(
+                rollout,
+                summary=summary,
+                routed_experts=self._routed_experts(family),
+                token_numbers=self._token_numbers(family),
+            )
+            rollouts.append(with_tokens)
         return rollouts
 
     def _routed_experts(self, session_ids: Sequence[str]) -> dict[str, RoutedExperts]:
         """By turn id, as far as they were recorded."""
         rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(list(session_ids)),))
         return {row[0]: experts_from_row(row) for row in rows}
+
+    def _token_numbers(self, session_ids: Sequence[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+        """By turn id and name, as far as they were given."""
+        token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
+        for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(list(session_ids)),)):
+            token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(content, np.float32)
+        return token_numbers
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as
@@ -278,7 +298,9 @@ class RunStore:
         session_id = row[0]  # the first of SESSION_COLUMNS
         sql = "SELECT of, turn_id, reward, components FROM rewards WHERE session_id=?"
         rewards = self._db.execute(sql, (session_id,)).fetchall()
-        return session_from_row(row, rewards)
+        sql = "SELECT turn_id, name, number FROM numbers WHERE session_id=?"
+        numbers = self._db.execute(sql, (session_id,)).fetchall()
+        return session_from_row(row, rewards, numbers)
 
 
 def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:

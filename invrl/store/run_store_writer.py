@@ -19,7 +19,9 @@ from enum import Enum
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from invrl.extra_columns import ExtraNumbers
 from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
@@ -138,6 +140,23 @@ class RunStoreWriter:
     ) -> Future[None]:
         sql = "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)"
         return self._submit([(sql, (session_id, of, turn_id, value, components))])
+
+    def add_numbers(self, session_id: str, extra: ExtraNumbers) -> Future[None]:
+        """Stores numbers of extra columns, in one transaction. A number that was stored before under the same
+        turn and name is replaced. Numbers of tokens are stored as float32."""
+        add_number = "INSERT OR REPLACE INTO numbers VALUES (?,?,?,?)"
+        statements: list[_Statement] = [
+            (add_number, (session_id, "", name, float(number))) for name, number in extra.numbers.items()
+        ]
+        for turn_id, turn_numbers in extra.turn_numbers.items():
+            for name, number in turn_numbers.items():
+                statements.append((add_number, (session_id, turn_id, name, float(number))))
+        add_numbers = "INSERT OR REPLACE INTO token_numbers VALUES (?,?,?)"
+        for turn_id, token_numbers in extra.token_numbers.items():
+            for name, numbers_T in token_numbers.items():
+                content = np.asarray(numbers_T, np.float32).tobytes()
+                statements.append((add_numbers, (turn_id, name, content)))
+        return self._submit(statements)
 
     def await_reward(self, session_id: str, deadline: float) -> Future[None]:
         """The session has finished, and its reward is to come before `deadline`, in Unix seconds."""

@@ -1,7 +1,9 @@
 """The tables of a run's store, and connections to it.
 
 The store is one SQLite file. The gateway writes sessions, rewards, turns and the outbox; the driver writes
-leases; the buffer writes the ledger. A file that another version of the schema wrote is refused."""
+leases; the buffer writes the ledger. A file that another version of the schema wrote is refused. A table that
+earlier stores of this version do not have is added when they are opened: an earlier invrl can still read the
+file then, and knows nothing of the table."""
 
 import sqlite3
 from pathlib import Path
@@ -52,6 +54,15 @@ CREATE TABLE IF NOT EXISTS ledger (
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
 """
+_ADDED_TABLES = ("numbers", "token_numbers")
+"""Tables that earlier stores of this version do not have."""
+_ADDED = """
+CREATE TABLE IF NOT EXISTS numbers (  -- turn_id: '' for numbers of the rollout
+  session_id TEXT NOT NULL, turn_id TEXT NOT NULL, name TEXT NOT NULL, number REAL NOT NULL,
+  PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS token_numbers (
+  turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name));
+"""
 
 
 def busy_timeout_s(heartbeat_timeout_s: float) -> float:
@@ -77,11 +88,21 @@ def connect(path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> 
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not has_tables:
-            db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+            schema = f"{_SCHEMA} {_ADDED} PRAGMA user_version={SCHEMA_VERSION};"
+            db.executescript(f"BEGIN IMMEDIATE; {schema} COMMIT;")
+        elif _lacks_added_tables(db):
+            db.executescript(f"BEGIN IMMEDIATE; {_ADDED} COMMIT;")
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _lacks_added_tables(db: sqlite3.Connection) -> bool:
+    marks = ",".join("?" * len(_ADDED_TABLES))
+    sql = f"SELECT COUNT(*) FROM sqlite_master WHERE type='table' AND name IN ({marks})"
+    (num_tables,) = db.execute(sql, _ADDED_TABLES).fetchone()
+    return num_tables < len(_ADDED_TABLES)
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> bool:

@@ -6,13 +6,16 @@ number of ranks nor on how samples were divided among them. On a pipeline stage 
 is of no use, and is not used. Imported after `device.prepare()`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.kl import estimate
 from invrl.algorithms.ratios import LOG_RATIO_BOUND
 from invrl.algorithms.token_advantages import TokenCredit, gae, length_adaptive_lambda, v_trace
 from invrl.algorithms.whitening import Moments, whiten
@@ -54,17 +57,16 @@ def credit(
         for index, sample in enumerate(mini_batch.samples):
             rewards_T = token_rewards(sample)
             frozen = reference[at]
-            if config.kl_reward_coef and frozen is not None:
-                gap_T = old[at][index].astype(np.float64) - frozen[index]
-                gap_T = np.where(sample.loss_mask_T, gap_T, 0.0)
-                rewards_T = rewards_T - config.kl_reward_coef * gap_T
-                kl += Mean(float(gap_T.sum()), int(sample.loss_mask_T.sum()))
+            if config.kl_in_token_rewards and frozen is not None:
+                kl_T = _divergence(sample, old[at][index], frozen[index], config)
+                rewards_T = rewards_T - config.kl_coef * kl_T
+                kl += Mean(float(kl_T.sum()), int(sample.loss_mask_T.sum()))
             of_step.append(_of_row(sample, rewards_T, values[at][index], old[at][index], config))
         credit_by_step.append(of_step)
     returns = [[of_row.returns_T.astype(np.float32) for of_row in of_step] for of_step in credit_by_step]
     metrics = _fit_of_values(shard, values, credit_by_step)
-    if config.kl_reward_coef:
-        metrics["kl_reward"] = kl
+    if config.kl_in_token_rewards:
+        metrics["kl_in_reward"] = kl
     if config.token_level:
         shard = _with_advantages(shard, credit_by_step, config)
     return Credit(shard=shard, returns=returns, metrics=metrics)
@@ -79,6 +81,19 @@ def token_rewards(sample: TrainSample) -> NDArray[np.float64]:
     trained = np.flatnonzero(sample.loss_mask_T)
     rewards_T[trained[-1:]] = sample.reward
     return rewards_T
+
+
+def _divergence(
+    sample: TrainSample, old_T: NDArray[np.float32], frozen_T: NDArray[np.float32], config: AlgorithmConfig
+) -> NDArray[np.float64]:
+    """The estimate of KL(old || reference) per token, [T], between -kl_clamp and kl_clamp; 0 for tokens that
+    are not trained."""
+    policy_T = torch.from_numpy(old_T).double()
+    reference_T = torch.from_numpy(frozen_T).double()
+    sampled_T = torch.from_numpy(sample.rollout_logprobs_T).double()
+    bound = config.kl_clamp or math.inf
+    kl_T = estimate(config.kl_estimator, policy_T, reference_T, sampled_T).clamp(-bound, bound)
+    return np.where(sample.loss_mask_T, kl_T.numpy(), 0.0)
 
 
 def _of_row(
@@ -124,7 +139,9 @@ def _with_advantages(
     for mini_batch, of_step in zip(shard, advantages_by_step, strict=True):
         advantages: list[NDArray[np.float32]] = []
         for sample, advantages_T in zip(mini_batch.samples, of_step, strict=True):
-            whitened_T = np.where(sample.loss_mask_T, whiten(advantages_T, moments), 0.0)
+            whitened_T = np.where(
+                sample.loss_mask_T, whiten(advantages_T, moments, std_floor=config.advantage_std_floor), 0.0
+            )
             advantages.append(whitened_T.astype(np.float32))
         whitened.append(replace(mini_batch, advantages=tuple(advantages)))
     return tuple(whitened)

@@ -181,6 +181,10 @@ class TrainRank:
         self._num_batches += 1
         return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
 
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        """As `TrainStep.evaluate`."""
+        return self._step.evaluate(shard)
+
     def _memory_metrics(self, result: StepResult) -> dict[str, Metric]:
         """Memory of the rank that has used most, beside the estimate for the largest micro-batch so far."""
         from invrl.train.process_group import largest_of_ranks

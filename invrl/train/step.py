@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.objectives import check_outputs, coupling_of, needs_of, objective_of
+from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult
@@ -160,10 +161,7 @@ class TrainStep:
                     continue
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
-                work = [
-                    _loss_work(mini_batch, micro_batch, old, reference, targets, numbers)
-                    for micro_batch in packed_rows.micro_batches
-                ]
+                work = self._loss_work(mini_batch, packed_rows, old, reference, targets, numbers)
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
             seconds["forward_backward"] -= self._loss_seconds
@@ -201,6 +199,21 @@ class TrainStep:
             metrics=metrics,
             seconds=seconds,
         )
+
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        """The objective's metrics of rows that are not trained: no weight and no state changes. `loss` is the
+        objective's own metric of that name, and its loss where it has none. Nothing on a pipeline stage that
+        is not the last."""
+        seconds: dict[str, float] = {}
+        packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+        reference_by_part = self._reference_logprobs(packed, seconds)
+        measured: list[dict[str, Metric]] = []
+        for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
+            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
+            work = self._loss_work(mini_batch, packed_rows, None, reference, None, numbers)
+            with torch.no_grad():
+                measured += run_schedule(self.chunks, self._evaluation_step, work, forward_only=True)
+        return merge(measured)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
         """How the mini-batch's tokens were spread over the experts. `balance`: then the routers' biases make
@@ -335,14 +348,32 @@ class TrainStep:
         self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
     ) -> SampleNumbers:
         """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
-        that is the old policy, or where rewards and targets do not depend on them."""
+        they are not recomputed, or where rewards and targets do not depend on them."""
         algorithm = self.algorithm
-        is_read = algorithm.kl_reward_coef > 0 or algorithm.value_targets == "vtrace"
-        if not is_read or algorithm.old_logprobs == "engine":
+        is_read = algorithm.kl_in_token_rewards or algorithm.value_targets == "vtrace"
+        if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with _timed(seconds, "old_logprobs"):
             [logprobs] = self._forward([packed])
         return logprobs
+
+    def _loss_work(
+        self,
+        mini_batch: TrainBatch,
+        packed: Packed,
+        old: SampleNumbers | None,
+        reference: SampleNumbers | None,
+        targets: Targets | None,
+        numbers: Sequence[Mapping[str, float]],
+    ) -> list[_LossWork]:
+        """One for each micro-batch."""
+        with_staleness = self.algorithm.old_logprobs == "interpolated"
+        return [
+            _loss_work(
+                mini_batch, micro_batch, old, reference, targets, numbers, with_staleness=with_staleness
+            )
+            for micro_batch in packed.micro_batches
+        ]
 
     def _row_numbers(
         self,
@@ -421,6 +452,20 @@ class TrainStep:
 
         return logprobs_N, compute_loss
 
+    def _evaluation_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Megatron's forward step where the metrics of the loss are all that is wanted."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None
+        logprobs_N, entropy_N = output
+
+        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
+            outputs = self._objective(item.loss_inputs(current_N=current_N, entropy_N=entropy_N))
+            return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
+
+        return logprobs_N, measure
+
 
 def _loss_work(
     mini_batch: TrainBatch,
@@ -429,6 +474,8 @@ def _loss_work(
     reference: SampleNumbers | None,
     targets: Targets | None,
     numbers: Sequence[Mapping[str, float]],
+    *,
+    with_staleness: bool,
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
     samples = mini_batch.samples
@@ -454,6 +501,9 @@ def _loss_work(
     columns: dict[str, torch.Tensor] = {}
     for name in _common_names([sample.columns for sample in samples]):
         columns[name] = pick([sample.columns[name] for sample in samples])
+    if with_staleness:
+        ages = [mini_batch.version - sample.versions_T for sample in samples]
+        columns[STALENESS] = pick([ages_T.astype(np.float32) for ages_T in ages])
     row_numbers: dict[str, torch.Tensor] = {}
     for name in _common_names([numbers[index] for index in row_indices]):
         row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)

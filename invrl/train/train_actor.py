@@ -20,6 +20,7 @@ from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
 from invrl.host.rendezvous import listen
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.metrics import Metric
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
 from invrl.types import WeightVersion
@@ -62,6 +63,9 @@ class TrainActor:
 
     async def train(self, shard: Shard) -> StepResult:
         return await self._in_worker(self._rank.train, shard)
+
+    async def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        return await self._in_worker(self._rank.evaluate, shard)
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return await self._in_worker(self._rank.logprobs, prompts)

@@ -20,7 +20,7 @@ from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.metrics import merge
+from invrl.metrics import Metric, merge
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import Shard, shard_batch
@@ -44,15 +44,18 @@ class TrainHandle:
         layout: ParallelLayout,
         num_minibatches: int,
         cost: ComputeCost = UNKNOWN_MODEL,
+        add_rows: Callable[[TrainBatch], TrainBatch] | None = None,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
+        """`add_rows`: what the objective adds to every batch that is trained."""
         self._actors = list(actors)
         self._layout = layout
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
         self._cost = cost
+        self._add_rows = add_rows
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._processes: Mapping[int, Pulse] = {}
@@ -84,6 +87,8 @@ class TrainHandle:
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
+        if self._add_rows is not None:
+            batch = self._add_rows(batch)
         results = await self._call_with_shards(TrainActor.train, self._shards(batch))
         phases = sorted({phase for result in results.values() for phase in result.seconds})
         seconds = {
@@ -96,6 +101,13 @@ class TrainHandle:
             metrics=merge(result.metrics for result in reported),
             seconds=seconds,
         )
+
+    async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
+        """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
+        TrainError, DeadlineError."""
+        shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
+        measured = await self._call_with_shards(TrainActor.evaluate, shards)
+        return merge(self._reported(measured))
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         answers = await self._call_model_copy(TrainActor.logprobs, prompts)

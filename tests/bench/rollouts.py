@@ -18,7 +18,7 @@ from uuid import uuid4
 import aiohttp
 import numpy as np
 
-from invrl.algorithms.advantages import advantage_function
+from invrl.algorithms.advantages import configured_advantage
 from invrl.bench.ratios import Speeds
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
@@ -69,7 +69,7 @@ class _Bench:
             sessions, seconds = await self._through_gateway(str(nth))
             await self._compare(gateway, [session.id for session in sessions], seconds)
         algorithm = self._config.algorithm
-        advantage = advantage_function(algorithm.advantage, algorithm.reward_deviation)
+        advantage = configured_advantage(algorithm)
         batch = build_batch(taken, self._store.rollouts(ids), advantage, algorithm.advantage_eps)
         return {"gateway_router": gateway, "fleet": fleet}, batch
 

@@ -176,6 +176,12 @@ class Trainer:
         results: list[StepResult] = self.call("train", self._by_rank(shards))
         return merge(results[self.layout.reporter(data)].metrics for data in range(self.layout.data))
 
+    def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Metrics merged over replicas."""
+        shards = shard_batch(batch, ranks=self.layout.data, steps=1)
+        measured = self.call("evaluate", self._by_rank(shards))
+        return merge(measured[self.layout.reporter(data)] for data in range(self.layout.data))
+
     def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """[T] per sample, in the order of the replicas' shards."""
         return self._of_tokens("token_logprobs", batch)
@@ -434,6 +440,9 @@ class RankProcess:
 
     def train(self, shard: Shard) -> StepResult:
         return self._rank.train(shard)
+
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        return self._rank.evaluate(shard)
 
     def steps(self, _: None) -> list[Step]:
         steps, self._steps[:] = list(self._steps), []

@@ -38,7 +38,9 @@ PPO = AlgorithmConfig(
     gae_lambda=0.9,
     critic_gae_lambda=0.8,
     value_clip=0.1,
-    kl_reward_coef=0.1,
+    kl_coef=0.1,
+    kl_in="reward",
+    kl_estimator="k1",
 )
 LAYOUTS = {
     "one process": ParallelLayout(),
@@ -143,9 +145,9 @@ def exact_credit(
     for sample, values_N in zip(batch.samples, values, strict=True):
         mask_T = sample.loss_mask_T
         rewards_N = sample.columns["rewards"][mask_T].astype(np.float64)
-        if algorithm.kl_reward_coef and mask_T.any():
+        if algorithm.kl_coef and mask_T.any():
             [old_N], [frozen_N] = policy.frozen_logprobs([sample]), initial.frozen_logprobs([sample])
-            rewards_N = rewards_N - algorithm.kl_reward_coef * (old_N - frozen_N).numpy()
+            rewards_N = rewards_N - algorithm.kl_coef * (old_N - frozen_N).numpy()
         raw.append(estimates(rewards_N, values_N, algorithm.discount, algorithm.gae_lambda))
         critic_N = estimates(rewards_N, values_N, algorithm.discount, algorithm.critic_gae_lambda)
         returns.append(critic_N + values_N)
@@ -205,7 +207,8 @@ def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: Par
         expected_gradients = critic.value_gradients(mini, old_values, own_returns, PPO.value_clip)
         gap, name = worst(critic_steps[at].gradients, without_head(expected_gradients))
         assert gap < BOUND, f"critic, step {at}: {name}"
-        gradients = policy_now.gradients(mini, PPO, old=old, reference=None)
+        without_kl = PPO.model_copy(update={"kl_coef": 0.0})  # it is in the rewards
+        gradients = policy_now.gradients(mini, without_kl, old=old, reference=None)
         gap, name = worst(policy_steps[at].gradients, gradients)
         assert gap < BOUND, f"policy, step {at}: {name}"
 

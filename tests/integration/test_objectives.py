@@ -18,7 +18,7 @@ from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import mini_batches
-from invrl.types import TrainBatch, TrainSample
+from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
@@ -99,6 +99,83 @@ def test_an_objective_reads_columns_numbers_entropies_and_other_rows(
     for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
         policy = ExactEverything(model, first.weights) if at else initial
         gap, name = worst(step.gradients, policy.gradients_of_everything(mini, initial))
+        assert gap < BOUND, f"step {at}: {name}"
+
+
+class ExactSequences(ExactEverything):
+    """GSPO with a weight of rows and an entropy bonus, over a whole mini-batch."""
+
+    def gradients_of_sequences(
+        self, batch: TrainBatch, algorithm: AlgorithmConfig, initial: Reference
+    ) -> Tensors:
+        pairs = zip(batch.samples, batch.advantages, strict=True)
+        trained = [(sample, advantages_T) for sample, advantages_T in pairs if sample.loss_mask_T.any()]
+        loss = torch.zeros((), dtype=torch.float64)
+        for sample, advantages_T in trained:
+            mask_T = sample.loss_mask_T
+            current_N, entropy_N = self.logprobs_and_entropies(sample)
+            [old_N] = initial.frozen_logprobs([sample])
+            rollout_N = torch.from_numpy(sample.rollout_logprobs_T[mask_T]).double()
+            advantage = float(advantages_T[mask_T][0])
+            ratio = torch.exp((current_N - old_N).mean())
+            bounded = torch.clip(ratio, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
+            surrogate = -torch.min(ratio * advantage, bounded * advantage)
+            weight = torch.clip(torch.exp((old_N - rollout_N).mean()), max=algorithm.correction_cap)
+            bonus = algorithm.entropy_coef * entropy_N.mean()
+            loss = loss + (weight * surrogate - bonus) / len(trained)
+        return self.gradients_of(loss)
+
+
+@pytest.mark.parametrize("name", ["one process", "DP", "CP"])
+def test_a_ratio_of_whole_rows_is_the_same_however_rows_are_divided(
+    pool: RankPool, model: Path, name: str
+) -> None:
+    algorithm = AlgorithmConfig(
+        ratio_level="sequence",
+        eps_clip_low=0.03,
+        eps_clip_high=0.03,
+        dual_clip=0.0,
+        correction="geometric_truncated",
+        aggregation="sequence_mean",
+        entropy_coef=0.1,
+        num_minibatches=2,
+    )
+    trainer = pool.build(model, layout=LAYOUTS[name], train=EXACT, algorithm=algorithm)
+    batch = random_batch(2)
+    metrics = resolve(trainer.train(batch, steps=2))
+    assert 0.0 < metrics["clip_fraction"] < 1.0
+    initial = ExactSequences(model)
+    first, second = trainer.steps()
+    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+        policy = ExactSequences(model, first.weights) if at else initial
+        gap, tensor = worst(step.gradients, policy.gradients_of_sequences(mini, algorithm, initial))
+        assert gap < BOUND, f"step {at}: {tensor}"
+
+
+def test_an_interpolated_old_policy_knows_how_old_each_token_is(pool: RankPool, model: Path) -> None:
+    """Tokens of versions 1 to 3, trained at version 3; in the second step the current policy is another."""
+    algorithm = AlgorithmConfig(old_logprobs="interpolated", correction_cap=5.0, num_minibatches=2)
+    trainer = pool.build(model, train=EXACT, algorithm=algorithm)
+    rng = np.random.default_rng(0)
+    batch = random_batch(3)
+    samples: list[TrainSample] = []
+    for sample in batch.samples:
+        versions_T = rng.integers(1, 4, len(sample.tokens_T)).astype(np.int32)
+        samples.append(replace(sample, versions_T=np.where(sample.loss_mask_T, versions_T, -1)))
+    batch = replace(batch, samples=tuple(samples), version=WeightVersion(3))
+    metrics = resolve(trainer.train(batch, steps=2))
+    assert metrics["clip_fraction"] > 0.0, "also where the first step has no older policy of its own"
+    first, second = trainer.steps()
+    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+        policy = Reference(model, first.weights if at else None)
+        old: list[torch.Tensor] = []
+        for sample, current_N in zip(mini.samples, policy.frozen_logprobs(mini.samples), strict=True):
+            mask_T = sample.loss_mask_T
+            age_N = 3.0 - torch.from_numpy(sample.versions_T[mask_T]).double()
+            rollout_N = torch.from_numpy(sample.rollout_logprobs_T[mask_T]).double()
+            share_N = torch.where(age_N > 0, 1 / age_N, 0.0)
+            old.append(share_N * rollout_N + (1 - share_N) * current_N)
+        gap, name = worst(step.gradients, policy.gradients(mini, algorithm, old=old, reference=None))
         assert gap < BOUND, f"step {at}: {name}"
 
 

@@ -1,12 +1,15 @@
 """Random lives of the buffer: leases, outcomes in any order and repeated, failures, equal rewards, weight
-updates that span rollouts. After every step the invariants hold, and from wherever it stands a run whose
-rollouts succeed gets its batch."""
+updates that span rollouts, restarts. After every step the invariants hold, and from wherever it stands a run
+whose rollouts succeed gets its batch. The tasks are of a plain source, or of one that is told outcomes and
+picks by them; the group filter sees the history of each task."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,17 +20,21 @@ from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
+from invrl.buffer.snapshot import BufferSnapshot
 from invrl.metrics import Sum
 from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     FailedRollout,
+    Group,
     GroupLease,
+    GroupOutcome,
     Place,
     RolloutSummary,
     SampledSoFar,
     TakenBatch,
     Task,
+    TaskHistory,
     WeightVersion,
 )
 
@@ -72,6 +79,35 @@ def failed(place: Place, reason: FailureReason = FailureReason.TIMEOUT) -> Faile
     )
 
 
+class ToldTasks:
+    """Five tasks that come back. Which one comes next depends on every outcome so far, so a source that is
+    read again, or that misses an outcome over a restart, gives others."""
+
+    def __init__(self) -> None:
+        self.picks = 0
+        self.solved = 0
+        self.told: list[list[object]] = []
+
+    def __iter__(self) -> ToldTasks:
+        return self
+
+    def __next__(self) -> Task:
+        self.picks += 1
+        return Task(
+            id=f"t{(self.picks * 3 + self.solved + len(self.told)) % 5}", payload={"pick": self.picks}
+        )
+
+    def record(self, outcome: GroupOutcome) -> None:
+        self.solved += outcome.num_solved
+        self.told.append([outcome.group_id, outcome.task_id, list(outcome.rewards_G), outcome.dropped])
+
+    def state(self) -> dict[str, object]:
+        return {"picks": self.picks, "solved": self.solved, "told": self.told}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.picks, self.solved, self.told = state["picks"], state["solved"], state["told"]
+
+
 class BufferMachine(RuleBasedStateMachine):
     """The model beside the buffer: who is in flight since which version, and every ledger entry."""
 
@@ -81,8 +117,15 @@ class BufferMachine(RuleBasedStateMachine):
         group=st.integers(1, 3),
         attempts=st.integers(1, 3),
         over=st.integers(0, 2),
+        is_told=st.booleans(),
     )
-    def begin(self, staleness: int, batch: int, group: int, attempts: int, over: int) -> None:
+    def begin(self, staleness: int, batch: int, group: int, attempts: int, over: int, is_told: bool) -> None:
+        self.is_told = is_told
+        self.source = ToldTasks()
+        self.leased_task: dict[str, Task] = {}
+        """By group id. A group that is leased again has the task that it had, over restarts too."""
+        self.seen_histories: dict[str, TaskHistory] = {}
+        """By group id: the history that the filter was shown when it judged the group."""
         self.staleness, self.batch_size, self.group_size = staleness, batch, group
         self.max_attempts, self.over = attempts, over
         self.entries: list[LedgerEntry] = []
@@ -97,6 +140,13 @@ class BufferMachine(RuleBasedStateMachine):
         """Groups that the buffer no longer wants."""
 
     def new_buffer(self) -> GroupBuffer:
+        self.source = ToldTasks()
+        without_variance = group_filter_function("nonzero_variance" if self.group_size > 1 else "none")
+
+        def looks_back(group: Group, *, history: TaskHistory) -> str | None:
+            self.seen_histories[group.id] = history
+            return without_variance(group)  # type: ignore[call-arg]
+
         return GroupBuffer(
             BufferConfig(max_staleness=self.staleness, over_sampling_groups=self.over),
             RolloutConfig(
@@ -104,9 +154,9 @@ class BufferMachine(RuleBasedStateMachine):
                 n_samples_per_prompt=self.group_size,
                 rollout_max_attempts=self.max_attempts,
             ),
-            tasks=endless_tasks(),
+            tasks=self.source if self.is_told else endless_tasks(),
             # with one rollout a group has no variance, ever
-            group_filter=group_filter_function("nonzero_variance" if self.group_size > 1 else "none"),
+            group_filter=looks_back,
             emit=self.entries.append,
         )
 
@@ -119,6 +169,8 @@ class BufferMachine(RuleBasedStateMachine):
             assert place.group_id not in self.named, "leased although it is not wanted"
             assert member.attempt < self.max_attempts
             self.in_flight[place] = self.version
+        assert self.leased_task.setdefault(lease.group_id, lease.task) == lease.task, "another task"
+        assert len({task.id for task in self.leased_task.values()}) == len(self.leased_task)
 
     def send(self, outcome: RolloutSummary | FailedRollout) -> None:
         self.recorded.append(outcome)
@@ -261,8 +313,12 @@ class BufferMachine(RuleBasedStateMachine):
         """The run resumes from a checkpoint that it has just made. What ran then has no worker any more; its
         groups may be dropped before they are leased again."""
         saved = self.buffer.snapshot(WeightVersion(self.version + 1))
+        saved = msgspec.json.decode(msgspec.json.encode(saved), type=BufferSnapshot)
+        state_before = self.source.state()
         self.buffer = self.new_buffer()
         self.buffer.restore(saved, [])
+        assert self.source.state() == (state_before if self.is_told else ToldTasks().state())
+        assert self.buffer.snapshot(saved.trained).histories == saved.histories
         self.in_flight = {}
         self.update_weights()
 
@@ -297,9 +353,11 @@ class BufferMachine(RuleBasedStateMachine):
         ended = {e.place for e in self.entries if e.state in (RolloutState.TRAINED, RolloutState.DROPPED)}
         assert ended == {entry.place for entry in self.entries}
         before = len(self.entries)
+        num_told = len(self.source.told)
         for place in self.in_flight:
             self.buffer.record(finished(place, reward=1.0, oldest=self.version, newest=self.version))
         assert len(self.entries) == before
+        assert len(self.source.told) == num_told
 
     # ---------------------------------------------------------------- what always holds
 
@@ -317,6 +375,39 @@ class BufferMachine(RuleBasedStateMachine):
             counted = self.buffer.metrics()[f"rollouts_{state}"].value()
             assert counted == sum(entry.state is state for entry in last.values())
         self.last = last
+
+    @invariant()
+    def the_source_is_told_of_every_group_once_and_of_no_open_one(self) -> None:
+        if not self.is_told:
+            return
+        told = {str(group_id): dropped for group_id, _, _, dropped in self.source.told}
+        assert len(told) == len(self.source.told), "told twice"
+        open_groups = {group.group_id for group in self.buffer.wait_report().in_flight}
+        leased = {place.group_id for place in self.last}
+        assert set(told) == leased - open_groups
+        ready_or_later = (RolloutState.GROUPED, RolloutState.TAKEN, RolloutState.TRAINED)
+        for place, entry in self.last.items():
+            if entry.state in ready_or_later:
+                assert told[place.group_id] == ""
+        for _, task_id, _, _ in self.source.told:
+            assert str(task_id) in {f"t{n}" for n in range(5)}, "the source's own id, not t1@2"
+
+    @invariant()
+    def a_history_has_the_complete_groups_of_its_task_that_came_before(self) -> None:
+        """What the filter was shown for the newest group of a task is what the source was told before it."""
+        if not self.is_told:
+            return
+        complete = [entry for entry in self.source.told if len(entry[2]) == self.group_size]  # type: ignore[arg-type]
+        rewards_so_far: dict[object, list[list[float]]] = {}
+        for group_id, task_id, rewards, _ in complete:
+            before = rewards_so_far.setdefault(task_id, [])
+            history = self.seen_histories.get(str(group_id))
+            if history is not None:  # None: dropped before the filter saw it, stale when it was complete
+                assert history.task_id == task_id
+                assert history.num_groups == len(before)
+                assert [list(past.rewards_G) for past in history.recent] == before[-16:]
+                assert history.num_solved == sum(reward >= 1.0 for group in before for reward in group)
+            before.append(rewards)  # type: ignore[arg-type]
 
     @invariant()
     def admission_keeps_its_bound(self) -> None:

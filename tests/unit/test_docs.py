@@ -15,16 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from invrl.algorithms.example import example_inputs
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.errors import SessionError
+from invrl.plugins import takes_history
+from invrl.rollout.source_check import check_feedback
 from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
+from invrl.types import Group, GroupOutcome, TaskHistory, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -236,7 +243,9 @@ def test_the_example_of_a_dialect_reads_and_writes_its_wire() -> None:
 
 
 def test_the_examples_of_a_loss_load_and_compute() -> None:
-    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"]
+    snippet, of_group = [
+        snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"
+    ]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
     ratio_N = torch.ones(3, requires_grad=True)
@@ -245,9 +254,101 @@ def test_the_examples_of_a_loss_load_and_compute() -> None:
     losses_N.sum().backward()
     assert torch.equal(losses_N.detach(), -advantages_N)
     assert torch.allclose(ratio_N.grad, -advantages_N)
+    example = example_inputs()
+    far_N = module["anchored"](
+        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=1e-6, inputs=example
+    )
+    assert not far_N.any(), "every row is further away than that"
+    near_N = module["anchored"](
+        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=9.0, inputs=example
+    )
+    assert torch.equal(near_N, -example.advantages_N)
     ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
     assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
     assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]
+    exec(compile(of_group.text, of_group.place, "exec"), module)
+    group = SimpleNamespace(rollouts_G=[SimpleNamespace(numbers={"score": 3.0}), SimpleNamespace(numbers={})])
+    above_score = module["above_score"]
+    assert above_score(np.array([3.0, 2.0]), eps=1e-4, group=group).tolist() == [-1.0, 1.0]
+    assert above_score(np.array([3.0, 2.0]), eps=1e-4).tolist() == [0.5, -0.5]
+
+
+def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
+    """A rollout of two rows, in one call and in two."""
+    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/objective.md"]
+    module: dict[str, Any] = {}
+    exec(compile(snippet.text, snippet.place, "exec"), module)
+    objective = module["towards_the_reference"]
+    assert objective.needs.reference
+    row_N = torch.tensor([0, 0, 1])
+    current_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    entropy_N = torch.tensor([0.5, 0.25, 1.0], requires_grad=True)
+    reference_N = torch.tensor([-1.5, -2.0, -1.0])
+
+    def call(tokens: slice) -> torch.Tensor:
+        rows_of_part = row_N[tokens] - row_N[tokens][0]
+        tokens_R = torch.bincount(rows_of_part).float()
+        rows = Rows(
+            row_N=rows_of_part,
+            tokens_R=tokens_R,
+            rollout_tokens_R=torch.full_like(tokens_R, 3.0),
+            group_tokens_R=torch.full_like(tokens_R, 3.0),
+        )
+        inputs = LossInputs(
+            current_N=current_N[tokens],
+            entropy_N=entropy_N[tokens],
+            rows=rows,
+            denominators=Denominators(tokens=3, rows=2, rollouts=1, groups=1),
+            old_N=None,
+            rollout_N=torch.zeros_like(reference_N[tokens]),
+            advantages_N=torch.zeros_like(reference_N[tokens]),
+            reference_N=reference_N[tokens],
+        )
+        outputs = objective(inputs)
+        check_outputs("towards_the_reference", outputs)
+        return outputs.loss
+
+    expected = (0.25 + 4.0 - 0.01 * 1.75) / 3
+    assert call(slice(None)).item() == pytest.approx(expected)
+    assert (call(slice(0, 2)) + call(slice(2, 3))).item() == pytest.approx(expected)
+
+
+def test_the_examples_of_a_filter_and_a_task_source_work() -> None:
+    filters, source = (one for one in of_language("python") if one.page == "docs/extend/tasks.md")
+    module: dict[str, Any] = {}
+    for snippet in (filters, source):
+        exec(compile(snippet.text, snippet.place, "exec"), module)
+
+    def ended(task_id: str, num_solved: int) -> GroupOutcome:
+        rewards_G = (1.0,) * num_solved + (0.0,) * (4 - num_solved)
+        return GroupOutcome(
+            task_id=task_id, group_id="g", version=WeightVersion(0), rewards_G=rewards_G,
+            num_solved=num_solved, complete=True,
+        )  # fmt: skip
+
+    group = Group(id="g", task_id="t", rollouts_G=())
+    for solved, verdict in (
+        ([4, 4], "solved_twice"),
+        ([4, 3], None),
+        ([4], None),
+        ([0, 4, 4], "solved_twice"),
+    ):
+        history = TaskHistory(task_id="t", recent=tuple(ended("t", count) for count in solved))
+        assert module["not_again"](group, history=history) == verdict
+    assert takes_history(module["not_again"])
+
+    check_feedback("my_tasks:levels", lambda: module["levels"]("train", 3))
+    tasks = module["levels"]("train", 3)
+    for _ in range(19):
+        tasks.record(ended(next(tasks).id, 4))
+    restored = module["levels"]("train", 3)
+    restored.restore(tasks.state())
+    last_easy = next(restored)
+    assert last_easy == next(tasks)
+    assert last_easy.id.startswith("1-")
+    restored.record(ended(last_easy.id, 4))
+    assert next(restored).id.startswith("2-")
+    assert len({task.id for task in module["levels"]("eval", 3)}) == 50
 
 
 def test_data_parses() -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -28,6 +29,7 @@ from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.training_samples import build_batch
+from invrl.extra_columns import ExtraColumn
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.interfaces import RolloutResult
@@ -53,6 +55,7 @@ from invrl.types import (
 ROLLOUTS, GROUP, BATCH, AT_ONCE = 10_000, 2, 3, 256
 TIMEOUT_S = 3600.0
 KEY = "sk-secret-of-session-"
+SCORE = ExtraColumn(name="score", level="rollout")
 
 
 class Hostile(Exception):
@@ -131,7 +134,19 @@ def returned(r: random.Random) -> object:
     usual = [{}, {"a": 1}, {"a": r.choice(REWARDS)(r)}, {3: 0.5}, {"\ud800": 1.0}]
     parts = r.choice([*usual, [1.0], None, BadMapping(a=1), {"x" * 5000: "no"}])
     value = RolloutResult(reward=value) if r.random() < 0.1 else value  # type: ignore[arg-type]
-    return RolloutResult(reward=value, components=parts, output="x" * r.randrange(99))  # type: ignore[arg-type]
+    return RolloutResult(
+        reward=value,  # type: ignore[arg-type]
+        components=parts,  # type: ignore[arg-type]
+        output="x" * r.randrange(99),
+        numbers=mostly({}, {"score": 1.0}, {"score": r.choice(REWARDS)(r)}, {3: 1}, None, BadMapping(a=1))(r),
+        turn_numbers=mostly({}, {}, {"t": {"w": r.choice(REWARDS)(r)}}, {"t": 1.0}, [1.0])(r),
+        token_numbers=mostly({}, {}, {"t": {"p": [r.choice(REWARDS)(r)]}}, {"t": {"p": "12"}}, "x")(r),
+    )
+
+
+def mostly(*values: Any) -> Callable[[random.Random], Any]:
+    """One of the first two in nine of ten calls."""
+    return lambda r: r.choice(values[:2] if r.random() < 0.9 else values)
 
 
 def raised(r: random.Random, address: Address) -> BaseException:
@@ -366,6 +381,7 @@ class Loop:
             ended = failed(record, outcome.reason, outcome.detail)
         else:
             record.reward, record.components = outcome.reward, dict(outcome.components)
+            record.numbers = dict(outcome.extra.numbers)
             turns = turns_of(session, random.Random(f"turns/{name}"), started)
             ended = summarise(record, turns, {turn.id for turn in turns if turn.delivered}, 1.0)
             if isinstance(ended, RolloutSummary):
@@ -382,9 +398,11 @@ class Loop:
             return False
         ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
         advantage = ADVANTAGES[self.random.choice(sorted(ADVANTAGES))]
-        batch = build_batch(taken, [self.rollouts[id] for id in ids], advantage, 1e-4)
+        rollouts = [self.rollouts[id] for id in ids]
+        batch = build_batch(taken, rollouts, advantage, 1e-4, extra_columns=[SCORE])
         for sample, advantages_T in zip(batch.samples, batch.advantages, strict=True):
             assert math.isfinite(sample.reward)
+            assert np.isfinite(np.float32(sample.numbers["score"]))
             assert np.isfinite(advantages_T).all()
             assert np.isfinite(sample.rollout_logprobs_T).all()
             assert sample.loss_mask_T.any()

@@ -724,7 +724,8 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway:
     routes = {(verb, path) for path, verbs in schema["paths"].items() for verb in verbs if path != "/health"}
     one = "/sessions/{session_id}"
     assert routes == {
-        ("post", f"{one}/{verb}") for verb in ("reward", "finish", "abort", "children", "heartbeat")
+        ("post", f"{one}/{verb}")
+        for verb in ("reward", "numbers", "finish", "abort", "children", "heartbeat")
     } | {
         ("post", "/tasks/lease"),
         ("post", "/sessions"),
@@ -764,18 +765,21 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
+NUMBERS = ("numbers", "turn_numbers", "token_numbers")
 FIELDS = ("reward", "turn", "branch", "components", "limits", "members", "task_id", "group_id", "request_id")
 
 
 async def test_fuzzed_bodies_never_fail_inside(gateway: Running):
     sessions = await gateway.open(members=2)
     loop = asyncio.get_running_loop()
-    verbs = ("reward", "finish", "abort", "children")
+    verbs = ("reward", "numbers", "finish", "abort", "children")
     paths = [f"/sessions/{sessions[0].id}/{verb}" for verb in verbs] + ["/sessions", "/tasks/lease"]
     seen: set[int] = set()
 
     @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(paths), st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+    @given(
+        st.sampled_from(paths), st.dictionaries(st.sampled_from(FIELDS + NUMBERS), json_values, max_size=4)
+    )
     def fuzz(path: str, body: dict[str, Any]) -> None:
         import json
 

@@ -8,7 +8,7 @@ folder as its precondition and does not repeat it."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from invrl.cli.checks import machine_checks, model_checks, settings_checks
+from invrl.cli.checks import data_checks, machine_checks, model_checks, settings_checks
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.machine import Machine
 from invrl.run.config import Config
@@ -30,7 +30,9 @@ class Check:
     look: Callable[[Config, Machine], object]
     commands: frozenset[str]
     trainer_alone: bool = False
-    """Whether `--debug-train-only` needs it (that mode starts no engine, no gateway and no rollouts)."""
+    """Whether a run of the trainer alone needs it, which starts no engine, no gateway and no rollouts."""
+    on_data: bool = False
+    """Whether a run on `--data-path` needs it all the same."""
     needs: str = ""
     """An earlier check that must have passed. Empty: none."""
 
@@ -47,6 +49,7 @@ def _of_settings(
     commands: frozenset[str],
     *,
     trainer_alone: bool = False,
+    on_data: bool = False,
     needs: str = "",
 ) -> Check:
     return Check(
@@ -54,6 +57,7 @@ def _of_settings(
         look=lambda config, machine: look(config),
         commands=commands,
         trainer_alone=trainer_alone,
+        on_data=on_data,
         needs=needs,
     )
 
@@ -67,7 +71,7 @@ CHECKS = (
     _of_machine("python", machine_checks.check_python),
     _of_machine("packages", machine_checks.check_packages, ENGINES),
     _of_settings(_MODEL_FOLDER, model_checks.check_model, ENGINES, trainer_alone=True),
-    _of_settings("chat template", model_checks.check_template, EVERY, needs=_MODEL_FOLDER),
+    _of_settings("chat template", model_checks.check_template, EVERY, on_data=True, needs=_MODEL_FOLDER),
     _of_settings(
         _TRAINABLE_MODEL, model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
     ),
@@ -89,7 +93,9 @@ CHECKS = (
     _of_settings("held-out tasks", settings_checks.check_held_out_tasks, EVAL),
     _of_settings("tasks", settings_checks.check_tasks, TRAIN),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
+    _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
+    _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
     _of_settings(_ROUTER, settings_checks.check_router, EVERY),
@@ -132,8 +138,13 @@ CHECKS = (
 
 def checks_of(command: str, config: Config) -> list[Check]:
     """Those that `invrl COMMAND` makes with this configuration."""
-    alone = config.run.debug_train_only
-    return [check for check in CHECKS if command in check.commands and (check.trainer_alone or not alone)]
+    return [check for check in CHECKS if command in check.commands and _is_needed(check, config)]
+
+
+def _is_needed(check: Check, config: Config) -> bool:
+    if not config.trains_alone or check.trainer_alone:
+        return True
+    return config.trains_on_data and check.on_data
 
 
 def check_before_start(command: str, config: Config, machine: Machine) -> list[str]:

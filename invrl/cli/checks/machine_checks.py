@@ -57,7 +57,7 @@ def check_packages(config: Config, machine: Machine) -> str:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
-        if config.run.debug_train_only and requirement.name.startswith("sglang"):
+        if config.trains_alone and requirement.name.startswith("sglang"):
             continue  # neither engine nor router is started
         needed += 1
         version = installed_version(requirement.name)
@@ -253,7 +253,7 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     ranks hold theirs elsewhere, and their weights pass through memory once. Checkpoints are copied into
     it."""
     weights = _weight_bytes(config)
-    engines = config.engine.num_engines
+    engines = 0 if config.trains_alone else config.engine.num_engines
     layout = config.train.layout
     budget = _trainer_memory(config, machine)
     copies = budget.copy_bytes if budget else 0.0

@@ -8,7 +8,7 @@ from invrl.algorithms.objectives import needs_of
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
-from invrl.run.config import Config
+from invrl.run.config import Config, is_run_folder
 
 _NO_LIMIT = 2**31
 """Vocabulary size: no token id is refused."""
@@ -26,6 +26,9 @@ def check_model(config: Config) -> Path:
         raise ConfigError("model.model_path", "", "no model was given", fix)
     folder = config.model.folder
     check_is_folder("model.model_path", config.model.model_path, folder)
+    if is_run_folder(folder):
+        fix = "give a run that has saved a model, or the model that it began with"
+        raise ConfigError("model.model_path", str(folder), "a run that has saved no model yet", fix)
     check_model_folder(folder, families=FAMILIES)
     check_served(folder)
     return folder

@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 
+from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
 from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
 from invrl.host.rendezvous import listen
@@ -102,14 +103,46 @@ def check_tasks(config: Config) -> object:
 
 
 def check_algorithm(config: Config) -> None:
-    """Advantage, policy loss and group filter: built in, or functions that can be called as such."""
+    """Advantage, policy loss, objective and group filter: built in, or functions that can be called as such.
+    A policy loss of the user's is called once."""
     from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.surrogates import surrogate_function
+    from invrl.algorithms.objectives import needs_of
+    from invrl.algorithms.surrogates import SURROGATES, surrogate_function
     from invrl.buffer.group_filters import group_filter_function
 
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
+    needs_of(config.algorithm)
     group_filter_function(config.buffer.group_filter)
+    if config.algorithm.policy_loss not in SURROGATES:
+        from invrl.algorithms.example import try_surrogate
+
+        try_surrogate(config.algorithm)
+
+
+def check_off_policy(config: Config) -> None:
+    """A batch that older weights sampled is trained with a correction."""
+    from invrl.algorithms.objectives import is_built_in
+
+    algorithm = config.algorithm
+    staleness = config.buffer.max_staleness
+    if not is_built_in(algorithm.objective) or config.run.debug_rollout_only:
+        return
+    corrected = algorithm.correction != "none" or algorithm.rejection != "none"
+    anchored = algorithm.old_logprobs == "engine" or algorithm.policy_loss == "vespo"
+    if staleness and not corrected and not anchored:
+        reason = (
+            f"tokens may be {staleness} versions old (max_staleness), and nothing accounts for it: the "
+            "gradient is that of a policy which did not sample them"
+        )
+        fix = "set --correction truncated (or --rejection), --old-logprobs engine, or --max-staleness 0"
+        raise Doubt("algorithm.correction", algorithm.correction, reason, fix)
+    if not staleness and algorithm.old_logprobs == "interpolated":
+        reason = (
+            "with max_staleness 0 no token is old, so the old policy is the current one and nothing clips"
+        )
+        fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
+        raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
 
 
 def check_trackers(config: Config) -> object:

@@ -20,7 +20,7 @@ Any other field of the body or of a message (`parsed`, `thinking_blocks`, `provi
 counted: `GET /sessions/ID` lists it, and the log names it once."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -40,7 +40,9 @@ from invrl.gateway.types import (
     ToolChoice,
     TurnRequest,
 )
+from invrl.types import Json
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -172,7 +174,7 @@ class ChatDialect(ChoicesDialect):
         if max_tokens is None:
             max_tokens = body.max_tokens
         messages = _messages(body.messages)
-        tools = [_tool(tool, index) for index, tool in enumerate(body.tools or ())]
+        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
         turn = TurnRequest(
             messages=messages,
             tools=wire.check_tools(tools),
@@ -254,7 +256,7 @@ def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
     joined again."""
     joined = JoinedMessages()
     for index, sent in enumerate(messages):
-        message = _message(sent, index)
+        message = _message(sent, f"messages[{index}]")
         if joined.continues_reply(message):
             joined.join(message)
         else:
@@ -262,8 +264,26 @@ def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
     return joined.messages()
 
 
-def _message(message: _Message, index: int) -> Message:
-    param = f"messages[{index}]"
+def read_message(fields: Json, param: str) -> Message:
+    """A message that no request sent, but a file of conversations. SessionError 400, which calls it `param`,
+    for what is no message."""
+    return _message(_converted(fields, _Message, param), param)
+
+
+def read_tool(fields: Json, param: str) -> Tool:
+    """A tool of a conversation in a file. As `read_message`."""
+    return _tool(_converted(fields, _Tool, param), param)
+
+
+def _converted(fields: Json, to: type[Struct], param: str) -> Struct:
+    try:
+        # By way of JSON, because a schema stays the text that it was written as.
+        return msgspec.json.decode(msgspec.json.encode(fields), type=to)
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
+        raise wire.bad_request(f"{param}: {error}", param=param) from None
+
+
+def _message(message: _Message, param: str) -> Message:
     role = wire.role_of(message.role, _ROLES, param)
     if message.content is None and role != "assistant":
         reason = f"{param}.content must be text"
@@ -288,8 +308,7 @@ def _message(message: _Message, index: int) -> Message:
     )
 
 
-def _tool(tool: _Tool, index: int) -> Tool:
-    param = f"tools[{index}]"
+def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type != "function" or tool.function is None:
         reason = f"{param}: only functions are supported, not {tool.type!r}"
         raise wire.bad_request(reason, param=param)

@@ -4,6 +4,7 @@ It is rendered by transformers' own template function, so that prompts are what 
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,8 @@ SHIPPED_TEMPLATES = {
     "chatml-tools-short": _FOLDER / "chatml_tools_short.jinja",
 }
 """The chat templates that come with invrl. A setting may give one by its name instead of a path."""
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Around what the model generates, in templates that say so."""
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
@@ -92,6 +95,22 @@ class JinjaTemplate(Template):
         self._call_form = _CALL_FORMS[0]
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
+        text, _ = self._render(prompt, add_generation_prompt=add_generation_prompt, with_marks=False)
+        return text
+
+    def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
+        """By `{% generation %}` blocks, if the template has any."""
+        if not _GENERATION_BLOCK.search(self._source):
+            return None
+        _, marks = self._render(prompt, add_generation_prompt=False, with_marks=True)
+        if not marks:
+            return None
+        return marks[-1]
+
+    def _render(
+        self, prompt: Prompt, *, add_generation_prompt: bool, with_marks: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and beginning and end of each `{% generation %}` block in it if they are asked for."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables: dict[str, Any] = dict(self._special_tokens)
@@ -100,13 +119,17 @@ class JinjaTemplate(Template):
         if prompt.thinking is not None:
             variables["enable_thinking"] = prompt.thinking
             variables["thinking"] = prompt.thinking
-        rendered, _ = render_jinja_template(
+        rendered, marks = render_jinja_template(
             conversations=[[self._template_message(message) for message in prompt.messages]],
             tools=[_template_tool(tool) for tool in prompt.tools] or None,
             chat_template=self._source,
+            return_assistant_tokens_mask=with_marks,
             **variables,
         )
-        return rendered[0]
+        if not with_marks:
+            return rendered[0], []
+        # transformers declares the rendered text's type for these too.
+        return rendered[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
     def _shows_probe(self) -> bool:
         try:

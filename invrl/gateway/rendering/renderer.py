@@ -81,6 +81,11 @@ class Template(Protocol):
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
 
+    def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
+        """Beginning and end of the last text in the rendered messages that the template itself marks as a
+        reply of the model; None if it marks none."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
@@ -209,8 +214,16 @@ class Renderer:
         except ImportError:  # jinja2 is missing: neither the template nor the conversation is at fault
             raise
         except Exception as error:  # a template may raise any exception; most raise jinja2.TemplateError
-            reason = f"the model's chat template refuses this conversation: {error}"
-            raise SessionError(reason, status=400, code="invalid_messages") from error
+            raise _refusal(error) from error
+
+    def last_marked_reply(self, messages: Prompt) -> tuple[int, int] | None:
+        """As that of the template. SessionError 400 if it refuses the messages."""
+        try:
+            return self._template.last_marked_reply(messages)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
 
     def encode(self, text: str, room: Room | None = None, *, before: int = 0) -> list[int]:
         """The ids of a text that follows `before` other tokens. PromptTooLong if there is no room for it; if
@@ -358,6 +371,12 @@ class Renderer:
             if self._tokenizer.encode(beginning) == ids:
                 return beginning
         raise ValueError(f"the tokenizer gives no beginning of {text!r} the ids {ids}")
+
+
+def _refusal(error: Exception) -> SessionError:
+    """For what a template raised."""
+    reason = f"the model's chat template refuses this conversation: {error}"
+    return SessionError(reason, status=400, code="invalid_messages")
 
 
 def _thought_of(message: Message) -> str:

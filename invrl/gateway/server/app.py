@@ -37,7 +37,8 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Sampling
 
 _SESSION_BODY_BYTES = 2**20
-"""The largest body that the session API takes: it is read and checked in the event loop."""
+"""The largest body that the session API takes, but for numbers of tokens: it is read and checked in the event
+loop."""
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
 
 
@@ -199,6 +200,10 @@ def _add_session_routes(
         deadline_s=settings.body_timeout_s,
     )
     app.include_router(routes.router(route_class))
+    large_route_class = bounded_route(
+        authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
+    )
+    app.include_router(routes.numbers_router(large_route_class))
 
 
 def _add_forwarding(

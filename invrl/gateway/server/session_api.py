@@ -33,8 +33,8 @@ _LEASE_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
-    """`/tasks/lease`, `/sessions…` and `/metrics`. Each public method but `router` and `authorize` is the
-    handler of a route."""
+    """`/tasks/lease`, `/sessions…` and `/metrics`. Each public method but the two routers and `authorize` is
+    the handler of a route."""
 
     env_key: str
     """The environment key opens sessions and acts on every session; a session's own key acts on that one."""
@@ -46,10 +46,9 @@ class SessionRoutes:
     """Whether the gateway is shutting down."""
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
-        bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
-        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": bodies.ErrorBody}}
+        """All routes but that of `numbers_router`."""
         unrewarded: dict[int | str, dict[str, Any]] = {202: {"model": bodies.Unrewarded}}
-        api = APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
+        api = _router(route_class)
         session_path = "/sessions/{session_id}"
         api.post("/tasks/lease")(self.lease_task)
         api.post("/sessions", status_code=201)(self.open_sessions)
@@ -60,6 +59,12 @@ class SessionRoutes:
         api.post(session_path + "/heartbeat")(self.hear_of_session)
         api.get(session_path, response_model_exclude_unset=True)(self.show_session)
         api.get("/metrics")(self.show_metrics)
+        return api
+
+    def numbers_router(self, route_class: type[APIRoute]) -> APIRouter:
+        """The route whose bodies hold a number for each token, and may be larger than others."""
+        api = _router(route_class)
+        api.post("/sessions/{session_id}/numbers")(self.attach_numbers)
         return api
 
     async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
@@ -119,11 +124,20 @@ class SessionRoutes:
         await self.lifecycle.reward(record, body.value())
         return bodies.Rewarded(session_id=session_id, reward=body.reward, state=record.state)
 
+    async def attach_numbers(
+        self, request: Request, session_id: str, body: bodies.NumbersBody
+    ) -> bodies.Attached:
+        """Gives the session numbers of the extra columns that the run declares. Later ones replace earlier
+        ones of the same turn and name, until the session is finished."""
+        record = self._session(request, session_id)
+        await self.lifecycle.attach(record, body.extra())
+        return bodies.Attached(session_id=session_id, state=record.state)
+
     async def finish_session(
         self, request: Request, session_id: str, body: bodies.FinishBody
     ) -> Outcome | Response:
         record = self._session(request, session_id)
-        outcome = await self.lifecycle.finish(record, body.value())
+        outcome = await self.lifecycle.finish(record, body.value(), body.extra())
         if outcome is not None:
             return outcome
         assert record.reward_deadline is not None
@@ -199,6 +213,12 @@ class SessionRoutes:
 
     def _is_environment(self, key_hash: bytes) -> bool:
         return hmac.compare_digest(key_hash, hash_key(self.env_key))
+
+
+def _router(route_class: type[APIRoute]) -> APIRouter:
+    bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
+    refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": bodies.ErrorBody}}
+    return APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
 
 
 def _sampling(asked: bodies.SamplingBody | None, default: Sampling) -> Sampling:

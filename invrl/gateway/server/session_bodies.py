@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from invrl.extra_columns import MAX_COLUMNS, ExtraNumbers
 from invrl.gateway.session_record import SessionRecord
 from invrl.reasons import FailureReason
 from invrl.section import Section
@@ -29,6 +30,8 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 _Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
 _Place = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+_AnyNumber = Annotated[float, Field(strict=True)]
+"""Checked later, so that a refusal can say what to do instead."""
 _Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
 
@@ -79,7 +82,24 @@ class RewardBody(Section):
         return Reward(value=self.reward, components=self.components, turn=self.turn, branch=self.branch)
 
 
-class FinishBody(Section):
+class NumbersBody(Section):
+    """Numbers of the extra columns that the run declares, by the names of the columns. A turn is named by its
+    id or by the id of its answer."""
+
+    numbers: dict[_Name, _AnyNumber] = Field(default_factory=dict, max_length=MAX_COLUMNS)
+    """Of the whole rollout."""
+    turn_numbers: dict[_Name, dict[_Name, _AnyNumber]] = Field(default_factory=dict)
+    """By turn, then by name."""
+    token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(default_factory=dict)
+    """By turn, then by name: one number for each token that the turn sampled."""
+
+    def extra(self) -> ExtraNumbers:
+        return ExtraNumbers(
+            numbers=self.numbers, turn_numbers=self.turn_numbers, token_numbers=self.token_numbers
+        )
+
+
+class FinishBody(NumbersBody):
     reward: _RewardValue | None = None
     components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
 
@@ -119,6 +139,11 @@ class Opened(BaseModel):
 class Rewarded(BaseModel):
     session_id: str
     reward: float
+    state: SessionState
+
+
+class Attached(BaseModel):
+    session_id: str
     state: SessionState
 
 
@@ -199,6 +224,8 @@ class SessionView(SessionTerms):
     components: Mapping[str, float]
     turn_rewards: Mapping[str, Reward]
     branch_rewards: Mapping[str, Reward]
+    numbers: Mapping[str, float]
+    turn_numbers: Mapping[str, Mapping[str, float]]
     children: list[str]
     outcome: Outcome | None
     overridden: list[str]
@@ -230,6 +257,8 @@ class SessionView(SessionTerms):
             components=record.components,
             turn_rewards=record.turn_rewards,
             branch_rewards=record.branch_rewards,
+            numbers=record.numbers,
+            turn_numbers=record.turn_numbers,
             children=[child.session.id for child in record.children],
             outcome=record.outcome,
             overridden=sorted(record.overridden),

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import SessionError
+from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.config import SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.number_checks import by_turn_id, check_numbers
 from invrl.gateway.sessions.rollout_summary import failed, summarise, token_counts, with_partial
 from invrl.gateway.turns.turns import Turns
 from invrl.reasons import FailureReason
@@ -165,11 +167,28 @@ class Lifecycle:
             return False
         return any(turn.id == turn_id for turn in conversation.turns)
 
-    async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
-        """Closes the session, after setting the reward if one is given. Returns None if the session now waits
-        for its reward."""
-        takes_reward = not record.frozen or record.reward_deadline is not None
-        if reward is not None and takes_reward:
+    async def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
+        """Stores numbers of extra columns. A later number under the same turn and name replaces an earlier
+        one. SessionError 400 for numbers that are not as declared, 404 if there is no such turn, 409 once the
+        session is closed. Nothing is stored if any of them is refused."""
+        self.registry.check_unsettled(record)
+        sampled_tokens: dict[str, int] = {}
+        conversation = self.turns.find(record)
+        if conversation is not None:
+            sampled_tokens = {turn.id: len(turn.sampled_ids_T) for turn in conversation.turns}
+        check_numbers(extra, self.policy.declared_columns, record, sampled_tokens)
+        extra = by_turn_id(extra)
+        self.registry.attach(record, extra)
+        await asyncio.wrap_future(self.store.add_numbers(record.session.id, extra))
+
+    async def finish(
+        self, record: SessionRecord, reward: Reward | None = None, extra: ExtraNumbers | None = None
+    ) -> Outcome | None:
+        """Closes the session, after setting the numbers and the reward if they are given. Returns None if the
+        session now waits for its reward."""
+        if extra and _takes_reward(record):
+            await self.attach(record, extra)
+        if reward is not None and _takes_reward(record):
             await self.reward(record, reward)
         return await self._close(record, "finished")
 
@@ -302,6 +321,11 @@ class Lifecycle:
         deadline = now + self.policy.reward_deadline_s
         self.registry.wait(record, deadline)
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
+
+
+def _takes_reward(record: SessionRecord) -> bool:
+    """Whether a finish may still set the reward and numbers. Another one may have closed the session."""
+    return not record.frozen or record.reward_deadline is not None
 
 
 def _opening_refused(opening: Opening, error: sqlite3.IntegrityError) -> SessionError:

@@ -130,7 +130,18 @@ def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutS
         child_rewards=rewards.of_children,
         child_reward_from=rewards.children_take_from,
         untrained_roots=turns.untrained_roots,
+        numbers=dict(record.numbers),
+        turn_numbers=_family_turn_numbers(record),
     )
+
+
+def _family_turn_numbers(record: SessionRecord) -> Mapping[str, Mapping[str, float]]:
+    """By turn id, then by name: of the turns of the session and of its finished descendants."""
+    turn_numbers: dict[str, Mapping[str, float]] = {}
+    for member in record.family(finished=True):
+        for turn_id, numbers in member.turn_numbers.items():
+            turn_numbers[turn_id] = dict(numbers)
+    return turn_numbers
 
 
 def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout:

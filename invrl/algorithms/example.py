@@ -1,0 +1,81 @@
+"""A small example on which a user's surrogate is tried before any process starts.
+
+Imported only where there is such a function: it needs torch.
+"""
+
+import torch
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.ratios import RATIOS
+from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
+from invrl.errors import PluginError
+
+_TOKENS_OF_ROWS = (5, 3, 1)
+
+
+def try_surrogate(config: AlgorithmConfig) -> None:
+    """Calls a user's policy loss once, with three rows of random numbers, and computes its gradient.
+
+    Raises PluginError where it raises an exception, returns the wrong shape, a number that is not finite, or
+    what has no gradient or none that is finite. A KeyError is let pass, because the example has none of the
+    run's own columns.
+    """
+    name = config.policy_loss
+    surrogate = surrogate_function(name)
+    if name in SURROGATES:
+        return
+    inputs = example_inputs()
+    assert inputs.old_N is not None
+    ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.rows)
+    of = SurrogateInputs(ratio_N=ratio_N, advantages_N=inputs.advantages_N, inputs=inputs, config=config)
+    fix = "make it work for float32 tensors of one shape [N], as the page on adding a loss shows"
+    try:
+        losses_N = surrogate(of).losses_N
+        losses_N.sum().backward()
+    except PluginError:
+        raise
+    except KeyError:
+        return
+    except Exception as error:
+        reason = f"called with {len(ratio_N)} random tokens it raised {type(error).__name__}: {error}"
+        raise PluginError("policy_loss", name, reason, fix) from error
+    gradient_N = inputs.current_N.grad
+    if not torch.isfinite(losses_N).all():
+        reason = f"for {len(ratio_N)} random tokens it returned {_first_bad(losses_N)}"
+        raise PluginError("policy_loss", name, reason, fix)
+    if gradient_N is None:
+        reason = "what it returned does not depend on the model: it has no gradient"
+        raise PluginError("policy_loss", name, reason, "compute it from ratio_N, or from inputs.current_N")
+    if not torch.isfinite(gradient_N).all():
+        reason = f"for {len(ratio_N)} random tokens it has a gradient of {_first_bad(gradient_N)}"
+        raise PluginError("policy_loss", name, reason, fix)
+
+
+def example_inputs() -> LossInputs:
+    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative advantages, and one of 0."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(_TOKENS_OF_ROWS)
+
+    def near(center_N: torch.Tensor) -> torch.Tensor:
+        return (center_N + 0.2 * torch.randn(num_tokens, generator=generator)).clamp(max=-1e-3)
+
+    old_N = -4.0 * torch.rand(num_tokens, generator=generator)
+    advantages_N = torch.randn(num_tokens, generator=generator)
+    advantages_N[0] = 0.0
+    row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(torch.tensor(_TOKENS_OF_ROWS))
+    num_rows = len(_TOKENS_OF_ROWS)
+    return LossInputs(
+        current_N=near(old_N).requires_grad_(),
+        entropy_N=torch.rand(num_tokens, generator=generator).requires_grad_(),
+        rows=Rows.each_a_rollout(row_N),
+        denominators=Denominators(tokens=num_tokens, rows=num_rows, rollouts=num_rows, groups=num_rows),
+        old_N=old_N,
+        rollout_N=near(old_N),
+        advantages_N=advantages_N,
+        reference_N=near(old_N),
+    )
+
+
+def _first_bad(values_N: torch.Tensor) -> float:
+    return float(values_N.detach()[~torch.isfinite(values_N)][0])

@@ -1,0 +1,65 @@
+"""Rows with the prompt of one row and the answer of another: what KTO estimates its reference point from.
+
+Pure NumPy. A row's answer begins at its first trained token.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from invrl.errors import TrainError
+from invrl.types import TrainBatch, TrainSample
+
+MISMATCHED = "mismatched"
+"""The number of a row that says which it is: 1 or 0."""
+
+
+def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
+    """The batch, with one more row for each row that trains something: its prompt, and the answer of the
+    next such row (the last one gets the first's).
+
+    KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m), over the whole batch;
+    TRL pairs within the rows that one process tokenizes together. A mismatched row is in the group of its
+    prompt, so that it comes into the same mini-batch; answers are cut where a row would have more than
+    `max_tokens` (0: no limit). Raises TrainError for a single row: its own answer is no other answer.
+    """
+    trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
+    if len(trained) < 2:
+        raise TrainError(
+            f"batch {batch.batch_id} has {len(trained)} rows to train; kto compares each with another one"
+        )
+    samples: list[TrainSample] = []
+    for sample in batch.samples:
+        samples.append(replace(sample, numbers={**sample.numbers, MISMATCHED: 0.0}))
+    advantages = list(batch.advantages)
+    for sample, other in zip(trained, [*trained[1:], trained[0]], strict=True):
+        row = _mismatched(sample, other, max_tokens)
+        samples.append(row)
+        advantages.append(np.zeros(len(row.tokens_T), np.float32))
+    return replace(batch, samples=tuple(samples), advantages=tuple(advantages), counts=None)
+
+
+def _mismatched(sample: TrainSample, other: TrainSample, max_tokens: int) -> TrainSample:
+    """The prompt of `sample`, the answer of `other`. Its rollout has no other row."""
+    prompt_T = sample.tokens_T[: _answer_start(sample)]
+    answer_start = _answer_start(other)
+    tokens_T = np.concatenate([prompt_T, other.tokens_T[answer_start:]])
+    mask_T = np.concatenate([np.zeros(len(prompt_T), np.bool_), other.loss_mask_T[answer_start:]])
+    length = min(len(tokens_T), max_tokens or len(tokens_T))
+    return replace(
+        sample,
+        tokens_T=tokens_T[:length],
+        loss_mask_T=mask_T[:length],
+        rollout_logprobs_T=np.zeros(length, np.float32),
+        versions_T=np.where(mask_T[:length], sample.versions_T.max(), -1).astype(np.int32),
+        rollout_id=f"{sample.rollout_id}/{MISMATCHED}",
+        turn_ids=(),
+        grammars=(),
+        experts_TLK=None,
+        columns={name: np.zeros(length, np.float32) for name in sample.columns},
+        numbers={**sample.numbers, MISMATCHED: 1.0},
+    )
+
+
+def _answer_start(sample: TrainSample) -> int:
+    return int(sample.loss_mask_T.argmax())

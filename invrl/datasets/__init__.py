@@ -1,0 +1,4 @@
+"""Conversations in files, for objectives that train without rollouts: read, tokenised and made into batches.
+
+May import `store`, and the types, the chat dialect and the rendering of `gateway`. Start with `dataset.py`.
+"""

@@ -1,0 +1,47 @@
+"""Settings of training on a file of conversations, pairs or labelled replies."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from invrl.section import Section
+
+Kind = Literal["conversations", "pairs", "labels"]
+"""What a row is: one conversation; a chosen and a rejected one; or one with a verdict."""
+KIND_OF_OBJECTIVE: dict[str, Kind] = {
+    "sft": "conversations",
+    "dpo": "pairs",
+    "ipo": "pairs",
+    "orpo": "pairs",
+    "simpo": "pairs",
+    "kto": "labels",
+}
+"""The built-in objectives that train on a file, and what its rows must be."""
+
+
+class DataConfig(Section):
+    """Training on a file, without rollouts: conversations (sft), pairs (dpo and its family), labels (kto)."""
+
+    data_path: str = Field("", description="JSONL or Parquet (*.parquet) file to train on, without rollouts")
+    data_eval_path: str = Field("", description="file of held-out rows, for the held-out loss")
+    data_eval_fraction: float = Field(
+        0.0, ge=0, lt=1, description="share of data_path's rows that is held out instead; at least one row"
+    )
+    data_kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
+        "auto",
+        description="what a row is; auto: by the objective, for one of your own by the first row's fields",
+    )
+    data_batch_size: PositiveInt = Field(
+        32, description="rows in one training batch: conversations, pairs or labelled replies"
+    )
+    data_epochs: NonNegativeInt = Field(
+        0, description="passes over the file after which the run ends, instead of num_steps; 0: num_steps"
+    )
+    data_shuffle: bool = Field(
+        True, description="each pass has an order of its own, by the seed; off: the order of the file"
+    )
+    data_overlong: Literal["skip", "truncate", "refuse"] = Field(
+        "skip",
+        description="a row over max_row_tokens or the model's positions: left out and counted, cut at its "
+        "end, or an error",
+    )

@@ -1,0 +1,176 @@
+"""The data of a run without rollouts: its files, read and split, and the batch of each step.
+
+Rows are read and checked before a process starts; they become tokens when their step comes, or all at once
+where they are held out. Before the start, a thousand rows spread over the file are tokenised too, so that a
+template that refuses such conversations is found. A row that turns out to be unusable only later is left out
+and counted: it may be one of a million."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from invrl.datasets.config import KIND_OF_OBJECTIVE, DataConfig, Kind
+from invrl.datasets.order import RowOrder, split_off
+from invrl.datasets.rows import DataRow, kind_of_file, load_rows, unusable_row
+from invrl.datasets.samples import RowTokenizer, batch_of
+from invrl.errors import ConfigError, UnusableRowError
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.types import TrainBatch, TrainSample
+
+_DATA_PATH = "data.data_path"
+_EVAL_PATH = "data.data_eval_path"
+_ROWS_TOKENISED_AT_START = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """What turns messages into tokens: the model folder, the template in place of its own ("" for none), and
+    how many tokens a row may have."""
+
+    folder: Path
+    vocab_size: int
+    chat_template: str
+    keep_thinking: bool
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """The batch of a step, and the rows that were left out of it."""
+
+    batch: TrainBatch
+    rows: int
+    skipped: int
+    """Rows that are too long."""
+    unusable: tuple[str, ...]
+    """What is wrong with rows that cannot be trained, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """At least one row to train on."""
+
+    file: str
+    rows: tuple[DataRow, ...]
+    held_out_file: str
+    held_out: tuple[DataRow, ...]
+    """Empty if nothing is held out."""
+    tokenizer: RowTokenizer
+    order: RowOrder
+
+    def step(self, step: int) -> StepData:
+        """The data of a step, from 1. Raises ConfigError for a row that cannot be trained where `overlong` is
+        "refuse"."""
+        samples: list[TrainSample] = []
+        skipped = 0
+        unusable: list[str] = []
+        draws = self.order.batch(step)
+        for draw in draws:
+            row = self.rows[draw.index]
+            try:
+                of_row = self.tokenizer.samples(row, draw.epoch)
+            except UnusableRowError as error:
+                if self.tokenizer.overlong == "refuse":
+                    raise unusable_row(_DATA_PATH, self.file, row.number, error) from error
+                unusable.append(str(unusable_row(_DATA_PATH, self.file, row.number, error)))
+                continue
+            samples += of_row
+            skipped += not of_row
+        return StepData(
+            batch=batch_of(samples, step=step),
+            rows=len(draws),
+            skipped=skipped,
+            unusable=tuple(unusable),
+        )
+
+    def held_out_batch(self) -> TrainBatch | None:
+        """All held-out rows; None if nothing is held out. Raises ConfigError for a row that cannot be used,
+        or if all are too long."""
+        if not self.held_out:
+            return None
+        samples = list(self._samples_of_all(_EVAL_PATH, self.held_out_file, self.held_out))
+        if not samples:
+            reason = (
+                f"all {len(self.held_out)} held-out rows are longer than {self.tokenizer.max_tokens} tokens"
+            )
+            fix = "raise --max-row-tokens, hold out shorter rows, or set --data-overlong truncate"
+            raise ConfigError(_EVAL_PATH, self.held_out_file, reason, fix)
+        return batch_of(samples, step=0)
+
+    def check_tokens(self) -> str:
+        """Tokenises the held-out rows and a part of the others. Returns what it saw. Raises ConfigError."""
+        held_out = self.held_out_batch()
+        stride = -(-len(self.rows) // _ROWS_TOKENISED_AT_START)
+        rows = self.rows[::stride]
+        samples = list(self._samples_of_all(_DATA_PATH, self.file, rows))
+        if not samples:
+            reason = f"none of {len(rows)} rows has {self.tokenizer.max_tokens} tokens or fewer"
+            fix = "raise --max-row-tokens, shorten the rows, or set --data-overlong truncate"
+            raise ConfigError(_DATA_PATH, self.file, reason, fix)
+        longest = max(len(sample.tokens_T) for sample in samples)
+        text = f"{len(self.rows):,} rows ({self.tokenizer.kind}), rows of up to {longest:,} tokens"
+        if held_out is not None:
+            text += f"; {len(self.held_out):,} held out"
+        return text
+
+    def _samples_of_all(self, field_name: str, file: str, rows: tuple[DataRow, ...]) -> Iterator[TrainSample]:
+        for row in rows:
+            try:
+                yield from self.tokenizer.samples(row)
+            except UnusableRowError as error:
+                raise unusable_row(field_name, file, row.number, error) from error
+
+
+def kind_of(config: DataConfig, objective: str) -> Kind:
+    """What a row of the data is. Raises ConfigError if the first row is needed and cannot be read."""
+    if config.data_kind != "auto":
+        return config.data_kind
+    if objective in KIND_OF_OBJECTIVE:
+        return KIND_OF_OBJECTIVE[objective]
+    return kind_of_file(_DATA_PATH, str(_absolute(config.data_path)))
+
+
+def load_dataset(config: DataConfig, objective: str, model: ModelText, *, seed: int) -> Dataset:
+    """Reads all files. Raises ConfigError for whatever is wrong with them."""
+    kind = kind_of(config, objective)
+    file = str(_absolute(config.data_path))
+    rows = load_rows(_DATA_PATH, file, kind)
+    held_out: list[DataRow] = []
+    held_out_file = file
+    if config.data_eval_path:
+        held_out_file = str(_absolute(config.data_eval_path))
+        held_out = load_rows(_EVAL_PATH, held_out_file, kind)
+    elif config.data_eval_fraction:
+        if len(rows) == 1:
+            reason = f"{file} has one row, and nothing would be left to train on"
+            fix = "leave it out, or give --data-eval-path"
+            raise ConfigError("data.data_eval_fraction", config.data_eval_fraction, reason, fix)
+        kept, held = split_off(len(rows), config.data_eval_fraction, seed)
+        held_out = [rows[index] for index in held]
+        rows = [rows[index] for index in kept]
+    renderer = load_renderer(
+        str(model.folder),
+        model.vocab_size,
+        chat_template=model.chat_template,
+        keep_thinking=model.keep_thinking,
+    )
+    return Dataset(
+        file=file,
+        rows=tuple(rows),
+        held_out_file=held_out_file,
+        held_out=tuple(held_out),
+        tokenizer=RowTokenizer(
+            renderer=renderer, kind=kind, max_tokens=model.max_tokens, overlong=config.data_overlong
+        ),
+        order=RowOrder(
+            num_rows=len(rows),
+            batch_size=config.data_batch_size,
+            epochs=config.data_epochs,
+            shuffle=config.data_shuffle,
+            seed=seed,
+        ),
+    )
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()

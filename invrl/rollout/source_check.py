@@ -1,0 +1,147 @@
+"""What can be found wrong, before any process starts, with a task source that is told outcomes or that keeps
+its state (`OutcomeRecorder`, `StateKeeper` in `interfaces.py`)."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from invrl.errors import PluginError
+from invrl.interfaces import OutcomeRecorder, StateKeeper
+from invrl.task_ids import USABLE_ID_FIX, is_usable_id
+from invrl.task_state import TaskStateError, stored_state
+from invrl.types import GroupOutcome, Json, Task, WeightVersion
+from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
+
+MADE_UP_GROUP = "g-check"
+"""The group id of the outcome with which `record` is tried."""
+_METHODS = {"record": "record(self, outcome)", "state": "state(self)", "restore": "restore(self, state)"}
+
+
+def has_feedback(tasks: object) -> bool:
+    """Whether what a source returned is told outcomes or keeps its state. An attribute `state` alone makes
+    neither: iterators of other kinds have that too."""
+    return isinstance(tasks, OutcomeRecorder | StateKeeper)
+
+
+def check_feedback(path: str, make_tasks: Callable[[], object]) -> None:
+    """Tries the methods on two new objects of the source: one task, one made-up outcome of it, the state, and
+    whether a restored object goes on as the first one. `make_tasks` makes such an object. Raises PluginError
+    for the setting `task_source_path` with the value `path`."""
+    _Check(path).run(make_tasks)
+
+
+class _Check:
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def run(self, make_tasks: Callable[[], object]) -> None:
+        tasks = make_tasks()
+        self._check_methods(tasks)
+        first_task = self._next(tasks)
+        if first_task is None:
+            raise self._error("the split 'train' has no tasks", "let it yield at least one")
+        if isinstance(tasks, OutcomeRecorder):
+            self._try_record(tasks, first_task)
+        if isinstance(tasks, StateKeeper):
+            self._try_state(tasks, make_tasks())
+
+    def _check_methods(self, tasks: object) -> None:
+        """The methods are there, in pairs, and take the calls that they will get."""
+        has_state = hasattr(tasks, "state")  # with record() beside it, one without the other is a mistake
+        if has_state != hasattr(tasks, "restore"):
+            missing = "restore" if has_state else "state"
+            present = "state" if has_state else "restore"
+            fix = f"write {_METHODS[missing]} too, or leave both out"
+            raise self._error(f"what it returns has {present}() and no {missing}()", fix)
+        if not isinstance(tasks, Iterator):
+            reason = f"what it returns, a {type(tasks).__name__}, is told outcomes and has no __next__"
+            raise self._error(reason, "write __next__(self) -> Task, and __iter__ that returns self")
+        for name, call in _METHODS.items():
+            if not hasattr(tasks, name):
+                continue
+            method = getattr(tasks, name)
+            if not callable(method):
+                raise self._error(f"its {name} is a {type(method).__name__}, not a method", f"write {call}")
+            if inspect.iscoroutinefunction(method):
+                raise self._error(f"its {name}() is async, and nothing awaits it", f"write it as def {call}")
+            arguments = [] if name == "state" else [None]
+            try:
+                inspect.signature(method).bind(*arguments)
+            except TypeError as error:
+                signature = inspect.signature(method)
+                reason = f"its {name}{signature} does not take the call it will get ({error})"
+                raise self._error(reason, f"write it as {call}") from None
+
+    def _next(self, tasks: Iterator[Any] | object) -> Task | None:
+        """The next task; None at the end."""
+        assert isinstance(tasks, Iterator)
+        try:
+            task = next(tasks)
+        except StopIteration:
+            return None
+        except (Exception, SystemExit) as error:
+            raise self._raised("__next__()", error) from error
+        fix = "let it yield invrl.types.Task objects"
+        if not isinstance(task, Task):
+            raise self._error(f"it yielded a {type(task).__name__}, not a Task", fix)
+        if not is_usable_id(task.id):
+            raise self._error(f"it yielded the task id {task.id!r}", USABLE_ID_FIX)
+        return task
+
+    def _try_record(self, tasks: OutcomeRecorder, task: Task) -> None:
+        outcome = GroupOutcome(
+            task_id=task.id,
+            group_id=MADE_UP_GROUP,
+            version=WeightVersion(0),
+            rewards_G=(0.0, 1.0),
+            num_solved=1,
+            complete=True,
+        )
+        try:
+            tasks.record(outcome)
+        except (Exception, SystemExit) as error:
+            raise self._raised(f"record() of the made-up outcome {outcome}", error) from error
+
+    def _try_state(self, tasks: StateKeeper, restored: object) -> None:
+        state = self._state(tasks)
+        assert isinstance(restored, StateKeeper)
+        try:
+            restored.restore(state)
+        except (Exception, SystemExit) as error:
+            raise self._raised("restore() of what its state() returned", error) from error
+        expected = self._next(tasks)
+        found = self._next(restored)
+        expected_id = None if expected is None else expected.id
+        found_id = None if found is None else found.id
+        if expected_id != found_id:
+            reason = (
+                f"after restore(state()) a new object yields {_shown_id(found_id)} where the first one "
+                f"yields {_shown_id(expected_id)}"
+            )
+            fix = "let state() return everything that decides what comes next, a random state included"
+            raise self._error(reason, fix)
+
+    def _state(self, tasks: StateKeeper) -> Json:
+        try:
+            return stored_state(tasks.state())
+        except TaskStateError as error:
+            fix = "return JSON: None, numbers, strings, lists, and dicts whose keys are strings"
+            raise self._error(f"what its state() returns cannot be stored: {error}", fix) from error
+        except (Exception, SystemExit) as error:
+            raise self._raised("state()", error) from error
+
+    def _raised(self, what: str, error: BaseException) -> PluginError:
+        shown = describe_exception(error)
+        line = raised_at(error)
+        if line:
+            shown += f" ({USER_FRAME_PREFIX}{line})"
+        return self._error(f"its {what} raised {shown}", "correct it")
+
+    def _error(self, reason: str, fix: str) -> PluginError:
+        return PluginError("task_source_path", self._path, reason, fix)
+
+
+def _shown_id(task_id: str | None) -> str:
+    if task_id is None:
+        return "no task"
+    return f"task {task_id!r}"

@@ -1,0 +1,146 @@
+"""`invrl train --objective sft`: it lowers the held-out loss, goes on after a kill as if nothing had
+happened, and is the first stage of the next run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from e2e.runs import DEADLINE_S, ROOT, invrl
+from e2e.test_debug_modes import NO_SGLANG
+from invrl.run.replay import MEASURED
+
+STEPS = 10
+KILLED_AFTER = 7
+"""Steps that are made when the run is killed: the newest checkpoint is of step 6."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and a file of sums."""
+    place = tmp_path_factory.mktemp("sft with spaces")
+    make_tiny_model(place / "model")
+    rng = random.Random(0)
+    lines: list[str] = []
+    for _ in range(500):  # long enough that a step takes a while, in which a run can be killed
+        numbers = [rng.randrange(100) for _ in range(20)]
+        messages = [
+            {"role": "user", "content": "+".join(map(str, numbers))},
+            {"role": "assistant", "content": f"= {sum(numbers)}"},
+        ]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (place / "sums.jsonl").write_text("".join(lines))
+    return place
+
+
+def flags(name: str) -> list[str]:
+    return [
+        *("--objective", "sft", "--data-path", "sums.jsonl", "--data-eval-fraction", "0.2"),
+        *("--model-path", "model", "--run-root", "runs", "--run-name", name, "--progress", "plain"),
+        *("--num-steps", str(STEPS), "--data-batch-size", "200"),
+        *("--eval-interval", "5", "--save-interval", "3"),
+        *("--train-dtype", "float32", "--lr", "3e-3", "--lr-decay-style", "cosine", "--lr-decay-steps", "12"),
+    ]
+
+
+def rows_of(run: Path) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    return {row["step"]: row for row in rows}
+
+
+def computed(row: dict[str, float]) -> dict[str, float]:
+    """What a step computes, without what it took."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith(("train/", "eval/", "data/")) and not name.startswith(MEASURED)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was not interrupted, on a Python that cannot import sglang."""
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "sitecustomize.py").write_text(NO_SGLANG)
+    said = invrl(place, "train", *flags("whole"), python_path=f"{modules}:{ROOT}")
+    assert "[[= " in said, "an example shows what is trained"
+    assert "held-out loss (100 rows, " in said
+    return place / "runs" / "whole"
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_the_held_out_loss_falls(whole: Path) -> None:
+    rows = rows_of(whole)
+    losses = {step: row["eval/loss"] for step, row in rows.items() if "eval/loss" in row}
+    assert list(losses) == [0, 5, 10]
+    assert losses[10] < losses[5] < losses[0]
+    assert losses[10] < 0.5 * losses[0]
+    assert rows[6]["data/epoch"] == 3.0
+    assert (whole / "checkpoints/step-000010/hugging_face/model.safetensors").is_file()
+    assert not list((whole / "logs").glob("engine*"))
+    assert not (whole / "run.sqlite").exists()
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_a_killed_run_goes_on_bit_for_bit(place: Path, whole: Path) -> None:
+    run = place / "runs" / "killed"
+    command = [sys.executable, "-m", "invrl.cli", "train", *flags("killed")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    driver = subprocess.Popen(command, env=env, cwd=place, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + DEADLINE_S / 2
+    while True:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and len(metrics.read_text().splitlines()) > KILLED_AFTER:
+            break
+        assert driver.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "the run stands still"
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(120)
+    assert not (run / "finished").exists()
+    said = invrl(place, "resume", str(run))
+    assert "resuming from the checkpoint of step " in said
+    expected = rows_of(whole)
+    for step, row in rows_of(run).items():
+        assert computed(row) == computed(expected[step]), step
+    weights = "checkpoints/step-000010/hugging_face/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    assert "the run is finished" in invrl(place, "resume", str(run))
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_a_run_is_the_first_stage_of_the_next(place: Path, whole: Path) -> None:
+    """It begins with the weights that the run before ended with: the held-out loss says so."""
+    second = [flag if flag != "model" else str(whole) for flag in flags("second")]
+    invrl(place, "train", *second, "--num-steps", "1")
+    first_row, _ = [
+        json.loads(line) for line in (place / "runs/second/metrics.jsonl").read_text().splitlines()
+    ]
+    assert first_row["eval/loss"] == rows_of(whole)[STEPS]["eval/loss"]
+    settled = (place / "runs/second/config.resolved.toml").read_text()
+    assert f'model_path = "{whole}/checkpoints/step-000010"' in settled
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_a_file_that_has_changed_is_not_resumed_from(place: Path, whole: Path) -> None:
+    file = place / "sums.jsonl"
+    content = file.read_text()
+    file.write_text(content + content.splitlines(keepends=True)[0])
+    try:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "invrl.cli", "resume", str(whole), "--num-steps", "12"]
+        done = subprocess.run(command, env=env, cwd=place, timeout=300, capture_output=True, text=True)
+    finally:
+        file.write_text(content)
+    assert done.returncode == 2
+    assert "it has changed since the run began" in done.stderr

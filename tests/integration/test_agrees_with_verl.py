@@ -1,0 +1,172 @@
+"""Our losses beside verl's own functions on the same tensors: values and gradients, in float64.
+
+verl runs in an environment and a process of its own (`tests/oracles/`). Where the two are meant to differ,
+the docstring of our function says how, and the case here says which settings make them equal.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import client_programs
+import pytest
+import torch
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.losses import policy_loss
+
+ORACLES = Path(__file__).parents[1] / "oracles"
+BOUND = 1e-6
+CALL_S = 300.0
+LENGTHS = (7, 3, 12, 1, 5, 9)
+"""Trained tokens of each row."""
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def verl() -> Path:
+    return client_programs.python_beside_ours(ORACLES / "requirements.txt")
+
+
+def answers_of(verl: Path, calls: Calls, folder: Path) -> list[Any]:
+    torch.save(calls, folder / "calls.pt")
+    command = [str(verl), str(ORACLES / "call_verl.py"), str(folder / "calls.pt"), str(folder / "answers.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "answers.pt", weights_only=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """Log-probs and advantages of rows, flat [N], and as verl has them, padded [rows, longest]."""
+
+    row_N: torch.Tensor
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def with_seed(seed: int) -> Drawn:
+        """Far enough apart that every bound cuts some tokens. Advantages are one number for each row."""
+        generator = torch.Generator().manual_seed(seed)
+        row_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+
+        def normal(scale: float, size: int = len(row_N)) -> torch.Tensor:
+            return scale * torch.randn(size, generator=generator, dtype=torch.float64)
+
+        old_N = -normal(1.5).abs()
+        columns = {
+            "old": old_N,
+            "current": old_N + normal(0.3) + normal(0.2, len(LENGTHS))[row_N],
+            "rollout": old_N + normal(0.5),
+            "advantages": normal(1.0, len(LENGTHS))[row_N],
+        }
+        return Drawn(row_N=row_N, columns=columns)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        longest = max(LENGTHS)
+        return torch.stack([torch.arange(longest) < length for length in LENGTHS]).double()
+
+    def padded(self, values_N: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=values_N.dtype)
+        padded[self.mask.bool()] = values_N
+        return padded
+
+    def ours(self, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and gradient [N]."""
+        current_N = self.columns["current"].clone().requires_grad_()
+        num_rows = float(len(LENGTHS))
+        inputs = LossInputs(
+            current_N=current_N,
+            entropy_N=None,
+            rows=Rows.each_a_rollout(self.row_N),
+            denominators=Denominators(
+                tokens=float(len(self.row_N)), rows=num_rows, rollouts=num_rows, groups=num_rows
+            ),
+            old_N=self.columns["old"],
+            rollout_N=self.columns["rollout"],
+            advantages_N=self.columns["advantages"],
+            reference_N=None,
+        )
+        outputs = policy_loss(inputs, config)
+        outputs.loss.backward()
+        assert current_N.grad is not None
+        return outputs.loss.detach(), current_N.grad
+
+    def for_verl(self, name: str, aggregation: str, **more: Any) -> tuple[str, dict[str, Any]]:
+        """The call of a policy loss."""
+        arguments = {
+            "old_log_prob": self.padded(self.columns["old"]),
+            "log_prob": self.padded(self.columns["current"]),
+            "advantages": self.padded(self.columns["advantages"]),
+            "response_mask": self.mask,
+            "loss_agg_mode": aggregation,
+            "config": {},
+        }
+        return f"policy_loss:{name}", arguments | more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    ours: dict[str, Any]
+    """Settings of `AlgorithmConfig`."""
+    name: str
+    """verl's."""
+    aggregation: str = "token-mean"
+    verl: dict[str, Any] = field(default_factory=dict)
+    """Settings of verl's `ActorConfig`."""
+    truncated_at: float | None = None
+    """verl is given the importance weights exp(old - rollout), at most this."""
+
+
+CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28, "dual_clip": 3.0, "correction": "none"}
+VERL_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+CASES = {
+    "clip, token mean": Case(ours=CLIP, name="vanilla", verl=VERL_CLIP),
+    "clip, row mean": Case(
+        ours={**CLIP, "aggregation": "sequence_mean"},
+        name="vanilla",
+        aggregation="seq-mean-token-mean",
+        verl=VERL_CLIP,
+    ),
+    "clip, constant": Case(
+        ours={**CLIP, "aggregation": "constant", "aggregation_constant": 12.0},
+        name="vanilla",
+        aggregation="seq-mean-token-sum-norm",
+        verl=VERL_CLIP,
+    ),
+    "clip, low dual clip": Case(
+        ours={**CLIP, "dual_clip": 1.3}, name="vanilla", verl={**VERL_CLIP, "clip_ratio_c": 1.3}
+    ),
+    "truncated importance sampling": Case(
+        ours={**CLIP, "correction": "truncated", "correction_cap": 1.2},
+        name="vanilla",
+        verl=VERL_CLIP,
+        truncated_at=1.2,
+    ),
+}
+
+
+def test_losses_and_gradients_are_equal(verl: Path, tmp_path: Path) -> None:
+    """Every case on three draws, in one process of verl."""
+    draws = [Drawn.with_seed(seed) for seed in range(3)]
+    calls: Calls = []
+    for case in CASES.values():
+        for drawn in draws:
+            more: dict[str, Any] = {"config": dict(case.verl)}
+            if case.truncated_at is not None:
+                weights_N = (drawn.columns["old"] - drawn.columns["rollout"]).exp()
+                more["rollout_is_weights"] = drawn.padded(weights_N.clamp(max=case.truncated_at))
+            calls.append(drawn.for_verl(case.name, case.aggregation, **more))
+    answers = iter(answers_of(verl, calls, tmp_path))
+    for name, case in CASES.items():
+        for drawn in draws:
+            expected = next(answers)
+            loss, gradient_N = drawn.ours(AlgorithmConfig.model_validate(case.ours))
+            expected_N = expected["gradient"][drawn.mask.bool()]
+            assert loss.item() == pytest.approx(expected["loss"].item(), abs=BOUND), name
+            torch.testing.assert_close(gradient_N, expected_N, rtol=0, atol=BOUND, msg=name)
+            assert expected_N.abs().max() > 1e-3, f"{name}: nothing would be compared"

@@ -1,0 +1,93 @@
+"""The loss of held-out rows, and the supervised loss, against float64 on the Hugging Face model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+from test_objectives import BOUND, EXACT, LAYOUTS, ExactEverything, batch_with_numbers
+from tiny_model import make_tiny_model
+from train_reference import Reference, random_batch, worst
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.metrics import resolve
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.types import TrainBatch
+
+SFT = AlgorithmConfig(objective="sft")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def mean_loss(model: Reference, batch: TrainBatch) -> float:
+    """Mean negative log-likelihood of the trained tokens, in nats."""
+    samples = [sample for sample in batch.samples if sample.loss_mask_T.any()]
+    return float(-np.concatenate([logprobs.numpy() for logprobs in model.frozen_logprobs(samples)]).mean())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_an_evaluation_measures_and_changes_nothing(
+    pool: RankPool, model: Path, layout: ParallelLayout
+) -> None:
+    """Between two steps it gives the loss of the weights after the first one, and the second step is the one
+    that would have been made without it."""
+    first, second, held_out = random_batch(0), random_batch(1), random_batch(2)
+    weights = []
+    for evaluates in (False, True):
+        trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)
+        if evaluates:
+            assert resolve(trainer.evaluate(held_out))["loss"] == pytest.approx(
+                mean_loss(Reference(model), held_out), rel=1e-5
+            )
+        trainer.train(first)
+        [step] = trainer.steps()
+        if evaluates:
+            found = resolve(trainer.evaluate(held_out))["loss"]
+            assert found == pytest.approx(mean_loss(Reference(model, step.weights), held_out), rel=1e-5)
+        trainer.train(second)
+        weights.append(trainer.weights())
+    for name, weight in weights[0].items():
+        assert np.array_equal(weight, weights[1][name]), name
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["one process"], LAYOUTS["DP"]], ids=["one process", "DP"])
+def test_the_gradient_of_the_supervised_loss(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
+    trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)
+    batch = random_batch(3)
+    metrics = resolve(trainer.train(batch))
+    reference = Reference(model)
+    assert metrics["loss"] == pytest.approx(mean_loss(reference, batch), rel=1e-5)
+    samples = [sample for sample in batch.samples if sample.loss_mask_T.any()]
+    tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+    expected = ExactEverything(model)
+    loss = -sum(expected.logprobs(sample).sum() for sample in samples) / tokens
+    [step] = trainer.steps()
+    gap, name = worst(step.gradients, expected.gradients_of(loss))
+    assert gap < BOUND, name
+
+
+def test_an_objective_that_compares_rows_is_evaluated(pool: RankPool, model: Path) -> None:
+    """It reads the reference, numbers of its rows, and the table of all rows. The value of its loss at the
+    initial weights, where the policy is the reference."""
+    algorithm = AlgorithmConfig(objective="user_objectives:everything")
+    trainer = pool.build(model, train=EXACT, algorithm=algorithm)
+    batch = batch_with_numbers(4)
+    metrics = resolve(trainer.evaluate(batch))
+    samples = [sample for sample in batch.samples if sample.loss_mask_T.any()]
+    assert metrics["scores"] == pytest.approx(sum(sample.numbers["score"] for sample in samples), rel=1e-5)
+    exact = ExactEverything(model)
+    sums: dict[str, list[float]] = {}
+    entropies = 0.0
+    for sample in samples:
+        logprobs_N, entropy_N = exact.logprobs_and_entropies(sample)
+        sums.setdefault(sample.group_id, []).append(float(logprobs_N.detach().sum()))
+        entropies += float((entropy_N.detach().numpy() * sample.columns["weight"][sample.loss_mask_T]).sum())
+    slopes = sum((row - np.mean(of_group)) * row for of_group in sums.values() for row in of_group)
+    tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+    expected = slopes / len(sums) - 0.3 * entropies / tokens
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,467 @@
+"""Every combination of the loss's axes against float64 in plain loops, with gradients by finite differences.
+
+The reference gets the current log-probs twice: those with a gradient and those at which it is stopped. A
+difference is taken in the first alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
+from invrl.algorithms.losses import policy_loss
+from invrl.metrics import merge, resolve
+
+STEP = 1e-6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a rollout: a list [T] of each number of its tokens."""
+
+    rollout: int
+    group: int
+    current: list[float]
+    old: list[float]
+    rollout_logprobs: list[float]
+    reference: list[float]
+    advantages: list[float]
+    entropy: list[float]
+    staleness: list[float]
+
+
+def random_rows(lengths: list[int], seed: int) -> list[Row]:
+    """Every third row is a branch of the rollout before it; a group has two rollouts."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    rollout = -1
+    for index, length in enumerate(lengths):
+        rollout += index % 3 != 2 or index == 0
+        old = rng.uniform(-3, -0.05, length)
+        rows.append(
+            Row(
+                rollout=rollout,
+                group=rollout // 2,
+                current=(old + rng.normal(0, 0.4, length)).clip(max=-1e-3).tolist(),
+                old=old.tolist(),
+                rollout_logprobs=(old + rng.normal(0, 0.4, length)).clip(max=-1e-3).tolist(),
+                reference=(old + rng.normal(0, 0.8, length)).tolist(),
+                advantages=(rng.normal(0, 1.5, length) * (rng.random(length) > 0.2)).tolist(),
+                entropy=rng.uniform(0, 2, length).tolist(),
+                staleness=rng.integers(0, 4, length).astype(float).tolist(),
+            )
+        )
+    return rows
+
+
+# ------------------------------------------------------------------ the reference
+
+
+def bounded(value: float) -> float:
+    return min(max(value, -20.0), 20.0)
+
+
+def ratio_of(
+    row: Row, t: int, moving: list[float], still: list[float], old: list[float], level: str
+) -> float:
+    own = [moving[s] - old[s] for s in range(len(old))]
+    if level == "token":
+        return math.exp(bounded(own[t]))
+    if level == "sequence":
+        return math.exp(bounded(sum(own) / len(own)))
+    stopped = sum(still[s] - old[s] for s in range(len(old))) / len(old)
+    return math.exp(bounded(stopped)) * math.exp(moving[t] - still[t])
+
+
+def surrogate_of(
+    row: Row, t: int, moving: list[float], still: list[float], old: list[float], c: AlgorithmConfig, a: float
+) -> float:
+    ratio = ratio_of(row, t, moving, still, old, c.ratio_level)
+    stopped_ratio = ratio_of(row, t, still, still, old, c.ratio_level)
+    low, high = 1 - c.eps_clip_low, 1 + c.eps_clip_high
+    if c.policy_loss == "clip":
+        loss = -min(ratio * a, min(max(ratio, low), high) * a)
+        if c.dual_clip and a < 0:
+            loss = min(loss, -c.dual_clip * a)
+        return loss
+    if c.policy_loss == "cispo":
+        return -min(max(stopped_ratio, low), high) * a * moving[t]
+    if c.policy_loss == "sapo":
+        tau = c.sapo_temperature_positive if a > 0 else c.sapo_temperature_negative
+        return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+    if c.policy_loss == "policy_gradient":
+        return -a * moving[t]
+    if c.policy_loss == "vespo":
+        log_w = bounded(sum(still[s] - row.rollout_logprobs[s] for s in range(len(still))))
+        power, decay = (c.vespo_power_positive, c.vespo_decay_positive)
+        if a < 0:
+            power, decay = (c.vespo_power_negative, c.vespo_decay_negative)
+        weight = math.exp(log_w)
+        return -(weight**power) * math.exp(decay * (1 - weight)) * a * moving[t]
+    p, q = math.exp(still[t]), math.exp(row.rollout_logprobs[t])
+    distance = abs(p - q)
+    if c.policy_loss == "dppo_kl":
+        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    masked = distance > c.dppo_threshold and ((a > 0 and p > q) or (a < 0 and p < q))
+    return 0.0 if masked else -ratio * a
+
+
+def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
+    gaps = [old[s] - row.rollout_logprobs[s] for s in range(len(old))]
+    by_level = {
+        "token": math.exp(bounded(gaps[t])),
+        "sequence": math.exp(bounded(math.fsum(gaps))),
+        "geometric": math.exp(bounded(math.fsum(gaps) / len(gaps))),
+    }
+    weight = 1.0
+    if c.correction != "none":
+        level = {"truncated": "token", "sequence_truncated": "sequence"}.get(c.correction, "geometric")
+        weight = min(max(by_level[level], c.correction_floor), c.correction_cap)
+    if c.rejection != "none":
+        judged = by_level[c.rejection]
+        if judged < c.rejection_low or (c.rejection_high and judged > c.rejection_high):
+            return 0.0
+    return weight
+
+
+def divergence_of(policy: float, other: float, sampled: float, name: str) -> float:
+    d = bounded(policy - other)
+    k3 = math.exp(-d) - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "unbiased": math.exp(bounded(policy - sampled)) * k3}[name]
+
+
+def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
+    if c.old_logprobs == "engine":
+        return row.rollout_logprobs
+    if c.old_logprobs == "recompute":
+        return row.old
+    mixed: list[float] = []
+    for t, age in enumerate(row.staleness):
+        share = 1 / age if age else 0.0
+        mixed.append(share * row.rollout_logprobs[t] + (1 - share) * still[t])
+    return mixed
+
+
+def aggregation_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
+    tokens = {id(other): len(other.current) for other in rows}
+    in_rollout = sum(tokens[id(other)] for other in rows if other.rollout == row.rollout)
+    in_group = sum(tokens[id(other)] for other in rows if other.group == row.group)
+    rollouts = len({other.rollout for other in rows})
+    return {
+        "token_mean": 1 / sum(tokens.values()),
+        "sequence_mean": 1 / (len(rows) * len(row.current)),
+        "rollout_mean": 1 / (rollouts * in_rollout),
+        "group_mean": 1 / (len({other.group for other in rows}) * in_group),
+        "constant": 1 / (rollouts * (c.aggregation_constant or 1)),
+    }[c.aggregation]
+
+
+def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfig) -> float:
+    """`moving`: the current log-probs with the gradient; those in the rows are constants. Entropies are
+    constants too."""
+    total = 0.0
+    for row, current in zip(rows, moving, strict=True):
+        old = old_of(row, row.current, c)
+        for t in range(len(current)):
+            advantage = row.advantages[t]
+            if c.kl_coef and c.kl_in == "reward":
+                for s in range(t, len(current)):
+                    penalty = divergence_of(old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator)
+                    bound = c.kl_clamp or math.inf
+                    advantage -= c.kl_coef * min(max(penalty, -bound), bound)
+            loss = weight_of(row, t, old, c) * surrogate_of(row, t, current, row.current, old, c, advantage)
+            if c.kl_coef and c.kl_in == "loss":
+                term = divergence_of(current[t], row.reference[t], row.rollout_logprobs[t], c.kl_estimator)
+                bound = c.kl_clamp or math.inf
+                loss += c.kl_coef * min(max(term, -bound), bound)
+            loss -= c.entropy_coef * row.entropy[t]
+            total += aggregation_weight(row, rows, c) * loss
+    return total
+
+
+def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
+    """NaN where the two one-sided differences disagree: on a bound."""
+    gradient: list[float] = []
+    middle = reference_loss(rows, [row.current for row in rows], c)
+    for index, row in enumerate(rows):
+        for t in range(len(row.current)):
+
+            def at(step: float, index: int = index, t: int = t) -> float:
+                moved = [list(other.current) for other in rows]
+                moved[index][t] += step
+                return reference_loss(rows, moved, c)
+
+            above, below = at(STEP), at(-STEP)
+            one_sided = abs((above - middle) - (middle - below)) / STEP
+            gradient.append(math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP))
+    return gradient
+
+
+# ------------------------------------------------------------------ what is tested
+
+
+def inputs_of(rows: list[Row], all_rows: list[Row], dtype: torch.dtype = torch.float64) -> LossInputs:
+    """One micro-batch of these rows, of a mini-batch of all rows."""
+
+    def column(name: str) -> torch.Tensor:
+        values = [value for row in rows for value in getattr(row, name)]
+        return torch.tensor(values, dtype=dtype)
+
+    def tokens(members: list[Row]) -> float:
+        return float(sum(len(member.current) for member in members))
+
+    lengths = torch.tensor([len(row.current) for row in rows], dtype=torch.int64)
+    return LossInputs(
+        current_N=column("current").requires_grad_(),
+        entropy_N=column("entropy").requires_grad_(),
+        rows=Rows(
+            row_N=torch.arange(len(rows)).repeat_interleave(lengths),
+            tokens_R=lengths.to(dtype),
+            rollout_tokens_R=torch.tensor(
+                [tokens([o for o in all_rows if o.rollout == row.rollout]) for row in rows], dtype=dtype
+            ),
+            group_tokens_R=torch.tensor(
+                [tokens([o for o in all_rows if o.group == row.group]) for row in rows], dtype=dtype
+            ),
+        ),
+        denominators=Denominators(
+            tokens=tokens(all_rows),
+            rows=len(all_rows),
+            rollouts=len({row.rollout for row in all_rows}),
+            groups=len({row.group for row in all_rows}),
+        ),
+        old_N=column("old"),
+        rollout_N=column("rollout_logprobs"),
+        advantages_N=column("advantages"),
+        reference_N=column("reference"),
+        columns={"staleness": column("staleness")},
+    )
+
+
+def run(
+    rows: list[Row], all_rows: list[Row], config: AlgorithmConfig, dtype: torch.dtype = torch.float64
+) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
+    """Outputs, and the gradients of current log-probs and entropies."""
+    inputs = inputs_of(rows, all_rows, dtype)
+    outputs = policy_loss(inputs, config)
+    outputs.loss.backward()
+    assert inputs.current_N.grad is not None
+    assert inputs.entropy_N is not None
+    of_entropy = inputs.entropy_N.grad
+    return (
+        outputs,
+        inputs.current_N.grad,
+        torch.zeros_like(inputs.entropy_N) if of_entropy is None else of_entropy,
+    )
+
+
+configs = st.builds(
+    AlgorithmConfig,
+    policy_loss=st.sampled_from(["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]),
+    ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
+    eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
+    eps_clip_high=st.sampled_from([0.1, 0.28]),
+    dual_clip=st.sampled_from([0.0, 1.3]),
+    sapo_temperature_positive=st.sampled_from([1.0, 2.0]),
+    dppo_threshold=st.sampled_from([0.02, 0.1]),
+    correction=st.sampled_from(["none", "truncated", "sequence_truncated", "geometric_truncated"]),
+    correction_cap=st.sampled_from([1.1, 2.0]),
+    correction_floor=st.sampled_from([0.0, 0.8]),
+    rejection=st.sampled_from(["none", "token", "sequence", "geometric"]),
+    rejection_low=st.sampled_from([0.0, 0.7]),
+    rejection_high=st.sampled_from([0.0, 1.4]),
+    aggregation=st.sampled_from(["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]),
+    aggregation_constant=st.just(7.0),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
+    kl_in=st.sampled_from(["loss", "reward"]),
+    kl_clamp=st.sampled_from([0.0, 0.2]),
+    entropy_coef=st.sampled_from([0.0, 0.05]),
+    old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
+)
+row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+def test_loss_and_gradient_equal_float64_loops(
+    lengths: list[int], seed: int, config: AlgorithmConfig
+) -> None:
+    rows = random_rows(lengths, seed)
+    outputs, gradient_N, of_entropy_N = run(rows, rows, config)
+    expected = reference_loss(rows, [row.current for row in rows], config)
+    assert outputs.loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    differences = reference_gradient(rows, config)
+    for measured, difference in zip(gradient_N.tolist(), differences, strict=True):
+        if not math.isnan(difference):
+            assert measured == pytest.approx(difference, rel=1e-5, abs=1e-7)
+    assert sum(map(math.isnan, differences)) <= 1, "a bound is hit once in a thousand examples"
+    at = 0
+    for row in rows:
+        for _ in row.current:
+            weight = -config.entropy_coef * aggregation_weight(row, rows, config)
+            assert of_entropy_N[at].item() == pytest.approx(weight, rel=1e-9)
+            at += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+def test_float32_is_near_float64(lengths: list[int], seed: int, config: AlgorithmConfig) -> None:
+    rows = random_rows(lengths, seed)
+    exact, exact_gradient_N, _ = run(rows, rows, config)
+    outputs, gradient_N, _ = run(rows, rows, config, torch.float32)
+    assert outputs.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-5)
+    assert gradient_N.tolist() == pytest.approx(exact_gradient_N.tolist(), rel=1e-3, abs=1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs, data=st.data())
+def test_rows_may_be_permuted_and_divided(
+    lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
+) -> None:
+    """Into micro-batches, of which some may be empty: the sum of losses, each token's gradient and the merged
+    metrics stay what they are."""
+    rows = random_rows(lengths, seed)
+    whole, whole_gradient_N, _ = run(rows, rows, config)
+    order = data.draw(st.permutations(range(len(rows))))
+    cut = data.draw(st.integers(0, len(rows)))
+    parts = [order[:cut], order[cut:], []]
+    starts = [0, *itertools.accumulate(lengths)]
+    total = 0.0
+    metrics = []
+    for part in parts:
+        outputs, gradient_N, _ = run([rows[index] for index in part], rows, config)
+        total += outputs.loss.item()
+        metrics.append(outputs.metrics)
+        expected = [whole_gradient_N[starts[i] + t].item() for i in part for t in range(lengths[i])]
+        assert gradient_N.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert total == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-9)
+    assert resolve(merge(metrics)) == pytest.approx(resolve(whole.metrics), rel=1e-9, abs=1e-9)
+
+
+# ------------------------------------------------------------------ single axes
+
+
+def one_row(current: list[float], old: list[float], advantages: list[float]) -> list[Row]:
+    zeros = [0.0] * len(current)
+    return [Row(0, 0, current, old, old, zeros, advantages, zeros, zeros)]
+
+
+def test_all_tokens_of_a_sequence_move_by_the_same_amount() -> None:
+    """GSPO: s (1/T) for every token, also for those whose own ratio is far from 1."""
+    rows = one_row([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [2.0] * 3)
+    config = AlgorithmConfig(
+        ratio_level="sequence", correction="none", aggregation="sequence_mean", eps_clip_high=1.0
+    )
+    outputs, gradient_N, _ = run(rows, rows, config)
+    ratio = math.exp((0.5 - 1.0 + 0.0) / 3)
+    assert outputs.loss.item() == pytest.approx(-2 * ratio)
+    assert gradient_N.tolist() == pytest.approx([-2 * ratio / 3] * 3)
+
+
+def test_the_two_sequence_levels_differ_where_advantages_do() -> None:
+    equal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 1.0])
+    unequal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 0.0])
+    gradients = {}
+    for level in ("sequence", "sequence_token"):
+        config = AlgorithmConfig(ratio_level=level, correction="none")
+        gradients[level] = [run(rows, rows, config)[1].tolist() for rows in (equal, unequal)]
+    assert gradients["sequence"][0] == pytest.approx(gradients["sequence_token"][0])
+    assert gradients["sequence_token"][1][1] == 0.0
+    assert gradients["sequence"][1][1] == pytest.approx(gradients["sequence"][1][0])
+
+
+def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
+    rows = random_rows([3, 4], 0)
+    far = replace(rows[0], rollout_logprobs=[old - 1.0 for old in rows[0].old])
+    near = replace(rows[1], rollout_logprobs=rows[1].old)
+    config = AlgorithmConfig(
+        correction="none", rejection="geometric", rejection_low=0.999, rejection_high=1.001, dual_clip=0.0
+    )
+    outputs, gradient_N, _ = run([far, near], [far, near], config)
+    _, alone_N, _ = run([near], [near], config)
+    assert gradient_N[:3].tolist() == [0.0] * 3
+    assert gradient_N[3:].tolist() == pytest.approx([value * 4 / 7 for value in alone_N.tolist()])
+    assert resolve(outputs.metrics)["rejected_fraction"] == pytest.approx(3 / 7)
+
+
+def test_icepop_is_a_weight_within_bounds_and_else_nothing() -> None:
+    """Ratios of 0.4, 0.6, 4 and 6 with bounds 0.5 and 5."""
+    old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
+    row = replace(one_row(old, old, [1.0] * 4)[0], rollout_logprobs=[-3.0] * 4)
+    config = AlgorithmConfig(correction_cap=5.0, rejection="token", rejection_low=0.5, rejection_high=5.0)
+    _, gradient_N, _ = run([row], [row], config)
+    assert (gradient_N * -4).tolist() == pytest.approx([0.0, 0.6, 4.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("staleness", "old"), [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")]
+)
+def test_the_interpolated_policy_nears_the_current_one_with_age(staleness: float, old: str) -> None:
+    from invrl.algorithms.old_policy import interpolated
+
+    expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
+    current_N = torch.tensor([-1.0], requires_grad=True)
+    mixed_N = interpolated(current_N, torch.tensor([-3.0]), torch.tensor([staleness]))
+    assert mixed_N.tolist() == [expected]
+    assert not mixed_N.requires_grad
+
+
+def expected_gradient(logits_V: torch.Tensor, reference_V: torch.Tensor, estimator: str) -> torch.Tensor:
+    """The mean gradient of an estimator over all tokens, each as often as the policy samples it."""
+    from invrl.algorithms.kl import estimate
+
+    policy_V = logits_V.log_softmax(-1)
+    terms_V = estimate(estimator, policy_V, reference_V, policy_V.detach())
+    return torch.autograd.grad((policy_V.detach().exp() * terms_V).sum(), logits_V)[0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [("k1", "none"), ("k2", "forward"), ("k3", "reverse"), ("unbiased", "forward")],
+)
+def test_the_gradient_of_each_estimator_is_the_one_in_its_table(estimator: str, divergence: str) -> None:
+    torch.manual_seed(0)
+    logits_V = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference_V = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    policy_V = logits_V.log_softmax(-1)
+    exact = {
+        "none": 0.0 * policy_V.sum(),
+        "forward": (policy_V.exp() * (policy_V - reference_V)).sum(),
+        "reverse": (reference_V.exp() * (reference_V - policy_V)).sum(),
+    }[divergence]
+    [expected] = torch.autograd.grad(exact, logits_V)
+    assert expected_gradient(logits_V, reference_V, estimator).tolist() == pytest.approx(
+        expected.tolist(), abs=1e-12
+    )
+
+
+def test_a_sum_to_go_begins_again_with_each_row() -> None:
+    from invrl.algorithms.kl import to_go
+
+    rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
+    assert to_go(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rows).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
+    assert to_go(torch.zeros(0), Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))).tolist() == []
+
+
+@pytest.mark.parametrize("policy_loss_name", ["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"])
+@pytest.mark.parametrize("gap", [-200.0, 200.0])
+def test_no_gap_of_log_probs_overflows(policy_loss_name: str, gap: float) -> None:
+    """e^200 is infinite in float32; so is the product of a row's ratios."""
+    row = replace(one_row([gap, -1.0], [0.0, -1.0], [-1.0, 1.0])[0], rollout_logprobs=[0.0, -1.0])
+    for level in ("sequence_truncated", "geometric_truncated"):
+        config = AlgorithmConfig(
+            policy_loss=policy_loss_name, correction=level, kl_estimator="unbiased", kl_coef=0.1
+        )
+        outputs, gradient_N, _ = run([row], [row], config, torch.float32)
+        assert math.isfinite(outputs.loss.item())
+        assert torch.isfinite(gradient_N).all()

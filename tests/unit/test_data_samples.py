@@ -1,0 +1,186 @@
+"""From rows to samples and batches: groups, numbers, rows that are too long, rows that turn out unusable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.datasets.config import DataConfig
+from invrl.datasets.dataset import Dataset, ModelText, load_dataset
+from invrl.errors import ConfigError
+from invrl.types import TrainedCounts
+
+ASK = {"role": "user", "content": "2+2?"}
+
+
+def reply(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def dataset(
+    folder: Path,
+    model: Path,
+    rows: Sequence[dict[str, Any]],
+    *,
+    objective: str = "sft",
+    max_tokens: int = 200,
+    **settings: Any,
+) -> Dataset:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(data_path=str(file), **settings)
+    text = ModelText(
+        folder=model, vocab_size=512, chat_template="", keep_thinking=True, max_tokens=max_tokens
+    )
+    return load_dataset(config, objective, text, seed=1)
+
+
+def test_the_two_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "6", "7")]
+    data = dataset(tmp_path, model, rows, objective="dpo", data_batch_size=3, data_shuffle=False)
+    batch = data.step(1).batch
+    assert [sample.numbers for sample in batch.samples] == [{"chosen": 1.0}, {"chosen": 0.0}] * 3
+    assert [sample.group_id for sample in batch.samples] == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
+    assert len({sample.rollout_id for sample in batch.samples}) == 6
+    counts = TrainedCounts.of(batch.samples)
+    assert (counts.groups, counts.rows, counts.rollouts) == (3, 6, 6)
+    chosen, rejected = batch.samples[:2]
+    context = np.flatnonzero(chosen.loss_mask_T)[0]
+    assert chosen.tokens_T[:context].tolist() == rejected.tokens_T[:context].tolist()
+    assert data.tokenizer.shown(chosen).endswith("2+2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]")
+
+
+def test_a_batch_over_the_end_of_a_pass_has_a_row_twice(tmp_path: Path, model: Path) -> None:
+    data = dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=3)
+    batch = data.step(2).batch
+    assert [sample.group_id for sample in batch.samples] == ["3/1", "4/1", "5/1"]
+    assert batch.batch_id == 2
+    assert batch.version == 1
+
+
+def test_a_labelled_row_says_its_label(tmp_path: Path, model: Path) -> None:
+    rows = [{"messages": [ASK, reply("4")], "label": True}, {"messages": [ASK, reply("5")], "label": False}]
+    data = dataset(tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False)
+    assert [sample.numbers for sample in data.step(1).batch.samples] == [{"label": 1.0}, {"label": 0.0}]
+
+
+def test_no_engine_sampled_the_tokens(tmp_path: Path, model: Path) -> None:
+    [sample] = (
+        dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=1).step(1).batch.samples
+    )
+    assert not sample.rollout_logprobs_T.any()
+    assert np.array_equal(sample.versions_T, np.where(sample.loss_mask_T, 0, -1))
+    assert (sample.temperature, sample.reward, sample.numbers) == (1.0, 0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("objective", "data_kind", "kind"),
+    [
+        ("sft", "auto", "conversations"),
+        ("my:own", "auto", "pairs"),
+        ("my:own", "pairs", "pairs"),
+    ],
+)
+def test_what_a_row_is(tmp_path: Path, model: Path, objective: str, data_kind: Any, kind: str) -> None:
+    row: dict[str, Any] = {"messages": [ASK, reply("4")]}
+    if kind == "pairs":
+        row = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    data = dataset(tmp_path, model, [row], objective=objective, data_kind=data_kind)
+    assert data.tokenizer.kind == kind
+
+
+LONG = {"messages": [ASK, reply("4 " * 300)]}
+SHORT = {"messages": [ASK, reply("4")]}
+
+
+def test_a_row_that_is_too_long_is_skipped_and_counted(tmp_path: Path, model: Path) -> None:
+    data = dataset(tmp_path, model, [SHORT, LONG, SHORT], data_batch_size=3, data_shuffle=False)
+    step = data.step(1)
+    assert (len(step.batch.samples), step.rows, step.skipped, step.unusable) == (2, 3, 1, ())
+    assert "3 rows" in data.check_tokens()
+
+
+def test_a_row_that_is_too_long_is_cut(tmp_path: Path, model: Path) -> None:
+    data = dataset(tmp_path, model, [LONG], data_batch_size=1, data_overlong="truncate")
+    [sample] = data.step(1).batch.samples
+    assert len(sample.tokens_T) == 200
+    assert sample.loss_mask_T[-1]
+    prompt = {"messages": [{"role": "user", "content": "2 " * 300}, reply("4")]}
+    data = dataset(tmp_path, model, [prompt, SHORT], data_batch_size=2, data_overlong="truncate")
+    assert data.step(1).skipped == 1, "nothing of it would be trained"
+
+
+def test_a_row_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
+    data = dataset(tmp_path, model, [SHORT, LONG], data_batch_size=2, data_overlong="refuse")
+    with pytest.raises(ConfigError, match=r"line 2: it has \d+ tokens, and 200 are the most"):
+        data.check_tokens()
+    with pytest.raises(ConfigError, match="line 2"):
+        data.step(1)
+
+
+def test_if_all_rows_are_too_long_nothing_starts(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="none of 1 rows has 200 tokens or fewer"):
+        dataset(tmp_path, model, [LONG]).check_tokens()
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(LONG))
+    held_out = {"data_eval_path": str(tmp_path / "held_out.jsonl")}
+    with pytest.raises(ConfigError, match="all 1 held-out rows are longer") as caught:
+        dataset(tmp_path, model, [SHORT], **held_out).check_tokens()
+    assert caught.value.field == "data.data_eval_path"
+
+
+def test_half_of_a_pair_is_not_trained(tmp_path: Path, model: Path) -> None:
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "4 " * 300}
+    step = dataset(tmp_path, model, [pair], objective="dpo", data_batch_size=1).step(1)
+    assert (step.batch.samples, step.skipped) == ((), 1)
+
+
+REFUSING = "{{ raise_exception('no digits') if '7' in messages[-1].content }}"
+
+
+def test_a_row_that_the_template_refuses(tmp_path: Path, model: Path) -> None:
+    """Found before the start where it is looked at; later it is left out and counted."""
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (tmp_path / "template.jinja").write_text(REFUSING + settings["chat_template"])
+    rows = [SHORT, {"messages": [ASK, reply("7")]}, SHORT]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = ModelText(
+        folder=model,
+        vocab_size=512,
+        chat_template=str(tmp_path / "template.jinja"),
+        keep_thinking=True,
+        max_tokens=200,
+    )
+    config = DataConfig(data_path=str(tmp_path / "rows.jsonl"), data_batch_size=3)
+    data = load_dataset(config, "sft", text, seed=0)
+    with pytest.raises(ConfigError, match=r"line 2: .*no digits"):
+        data.check_tokens()
+    step = data.step(1)
+    assert len(step.batch.samples) == 2
+    [sentence] = step.unusable
+    assert "line 2" in sentence
+    assert "no digits" in sentence
+
+
+def test_held_out_rows_are_one_batch(tmp_path: Path, model: Path) -> None:
+    rows = [{"messages": [ASK, reply(str(number))]} for number in range(20)]
+    data = dataset(tmp_path, model, rows, data_eval_fraction=0.2, data_batch_size=16)
+    held_out = data.held_out_batch()
+    assert held_out is not None
+    trained = {sample.tokens_T.tobytes() for sample in data.step(1).batch.samples}
+    kept_out = {sample.tokens_T.tobytes() for sample in held_out.samples}
+    assert (len(trained), len(kept_out)) == (16, 4)
+    assert not trained & kept_out
+    assert dataset(tmp_path, model, rows).held_out_batch() is None
+    with pytest.raises(ConfigError, match="nothing would be left to train on"):
+        dataset(tmp_path, model, rows[:1], data_eval_fraction=0.5)

@@ -1,0 +1,238 @@
+"""Settings of the loss's axes: what contradicts, what may not be meant, and what a policy loss of the user's
+must return."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checks_by_name import run_check
+
+from invrl.algorithms.config import PRESETS, AlgorithmConfig
+from invrl.algorithms.example import example_inputs
+from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.surrogates import SURROGATES
+from invrl.cli.checks.doubts import Doubt
+from invrl.cli.flags import parse_flags
+from invrl.errors import ConfigError, PluginError
+from invrl.run.config import Config, resolve
+
+ENGINE = ("--old-logprobs", "engine")
+
+
+def from_flags(*flags: str) -> Config:
+    return resolve(*parse_flags(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "reason", "fix"),
+    [
+        ("--ratio-level sequence", "correction", "one number for all tokens", "geometric_truncated"),
+        ("--ratio-level sequence_token", "correction", "one number for all tokens", "geometric_truncated"),
+        (
+            "--ratio-level sequence --correction none --rejection token --rejection-high 2",
+            "rejection",
+            "one number for all tokens",
+            "--rejection geometric",
+        ),
+        ("--ratio-level sequence --policy-loss dppo_tv", "ratio_level", "masks single tokens", "leave"),
+        ("--ratio-level sequence --policy-loss policy_gradient", "ratio_level", "has no ratio", "leave"),
+        ("--policy-loss vespo", "correction", "count twice", "--correction none"),
+        ("--correction-floor 3", "correction_floor", "above correction_cap = 2", "--correction-cap"),
+        ("--rejection token", "rejection", "neither bound", "--rejection-high"),
+        ("--rejection-high 2", "rejection_high", "nothing is rejected", "--rejection token"),
+        ("--rejection token --rejection-high 1", "rejection_high", "a ratio of 1", "above 1"),
+        ("--rejection token --rejection-low 1", "rejection_low", "a ratio of 1", "below 1"),
+        (
+            "--rejection token --rejection-low 5 --rejection-high 0.5",
+            "rejection_low",
+            "ratio of 1",
+            "below 1",
+        ),
+        ("--kl-coef 0.1 --kl-estimator k1", "kl_estimator", "only noise", "--kl-in reward"),
+        ("--kl-coef 0.1 --kl-estimator unbiased --kl-in reward", "kl_estimator", "gradient", "k1"),
+        ("--dual-clip 0.5", "dual_clip", "above 1", "3 is usual"),
+        (
+            "--routing-replay trainer --num-minibatches 2 --old-logprobs interpolated",
+            "routing_replay",
+            "no pass",
+            "recompute",
+        ),
+    ],
+)
+def test_axes_that_contradict(flags: str, field: str, reason: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags(*flags.split())
+    assert caught.value.field.endswith(f".{field}")
+    assert reason in caught.value.reason
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ratio-level sequence --correction none",
+        "--ratio-level sequence --correction sequence_truncated --rejection geometric --rejection-high 1.001",
+        "--policy-loss vespo --correction none",
+        "--kl-coef 0.1 --kl-estimator k1 --kl-in reward",
+        "--kl-estimator k1",
+        "--rejection token --rejection-low 0.5",
+    ],
+)
+def test_axes_that_go_together(flags: str) -> None:
+    from_flags(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--policy-loss", "cispo"], ["the clip"]),
+        (["--policy-loss", "sapo"], []),
+        ([*ENGINE, "--rejection", "token", "--rejection-high", "2"], ["the truncated", "the token"]),
+        (["--kl-in", "reward", "--policy-loss", "sapo"], ["kl_in has"]),
+        (["--old-logprobs", "interpolated"], []),
+    ],
+)
+def test_what_cannot_act_is_said(flags: list[str], words: list[str]) -> None:
+    sentences = from_flags(*flags).algorithm.without_effect()
+    assert [" ".join(sentence.split()[:2]) for sentence in sentences] == words
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-staleness 2",
+        "--correction none",
+        "--max-staleness 2 --correction none --rejection token --rejection-high 2",
+        "--max-staleness 2 --correction none --old-logprobs engine",
+        "--max-staleness 2 --correction none --policy-loss vespo",
+        "--max-staleness 2 --old-logprobs interpolated",
+    ],
+)
+def test_what_accounts_for_old_tokens(flags: str) -> None:
+    run_check("off-policy correction", from_flags(*flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--max-staleness 2 --correction none", "may be 2 versions old"),
+        ("--old-logprobs interpolated", "no token is old"),
+    ],
+)
+def test_old_tokens_that_nothing_accounts_for_are_doubted(flags: str, reason: str) -> None:
+    with pytest.raises(Doubt, match=reason):
+        run_check("off-policy correction", from_flags(*flags.split()))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_s_loss_can_be_computed(name: str) -> None:
+    """All its settings but the advantage, on the example."""
+    algorithm = from_flags("--algorithm-preset", name).algorithm
+    assert algorithm.policy_loss in SURROGATES
+    inputs = example_inputs()
+    staleness_N = torch.ones_like(inputs.advantages_N)
+    policy_loss(replace(inputs, columns={"staleness": staleness_N}), algorithm).loss.backward()
+    assert inputs.current_N.grad is not None
+    assert torch.isfinite(inputs.current_N.grad).all()
+    assert inputs.current_N.grad.any()
+
+
+# ------------------------------------------------------------------ a policy loss of the user's
+
+LOSSES = """
+def good(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return -ratio_N * advantages_N
+
+def with_inputs(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
+    assert inputs.rollout_N.shape == ratio_N.shape
+    return -ratio_N * advantages_N * inputs.rows.spread(inputs.rows.tokens_R)
+
+def of_own_column(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
+    return -ratio_N * inputs.columns["mine"]
+
+def through_inputs(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high, inputs=None):
+    return -inputs.current_N * advantages_N
+
+def a_mean(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return -(ratio_N * advantages_N).mean()
+
+def a_number(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return 0.5
+
+def without_gradient(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return -ratio_N.detach() * advantages_N
+
+def not_a_number(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return (ratio_N - 100.0).log()
+
+def slope_of_root(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return (advantages_N.abs() * ratio_N).sqrt()
+
+def raises(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
+    return ratio_N @ advantages_N[:-1]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "losses_of_mine.py").write_text(LOSSES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["good", "with_inputs", "through_inputs"])
+def test_a_policy_loss_that_can_be_trained(here: Path, name: str) -> None:
+    run_check("algorithm functions", from_flags("--policy-loss", f"losses_of_mine:{name}"))
+    outputs = policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))
+    assert outputs.loss.requires_grad
+
+
+@pytest.mark.usefixtures("here")
+def test_the_inputs_are_those_of_the_micro_batch() -> None:
+    inputs = example_inputs()
+    outputs = policy_loss(
+        inputs, AlgorithmConfig(policy_loss="losses_of_mine:with_inputs", correction="none")
+    )
+    assert inputs.old_N is not None
+    ratio_N = (inputs.current_N - inputs.old_N).exp()
+    expected = -(ratio_N * inputs.advantages_N * torch.tensor([5.0] * 5 + [3.0] * 3 + [1.0])).sum() / 9
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_column_that_only_a_run_has_is_not_missed_in_the_example() -> None:
+    run_check("algorithm functions", from_flags("--policy-loss", "losses_of_mine:of_own_column"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("a_mean", r"a tensor of shape \[\] for 9 tokens", "one loss per token"),
+        ("a_number", "returned float, not a tensor", "one loss per token"),
+        ("without_gradient", "it has no gradient", "computed from ratio_N"),
+        ("not_a_number", "returned nan", "make it work"),
+        ("slope_of_root", "a gradient of (nan|inf)", "make it work"),
+        ("raises", "raised RuntimeError", "make it work"),
+    ],
+)
+def test_a_policy_loss_that_cannot_be_trained_is_refused_before_a_process_starts(
+    here: Path, name: str, reason: str, fix: str
+) -> None:
+    config = from_flags("--policy-loss", f"losses_of_mine:{name}")
+    with pytest.raises(PluginError, match=reason) as caught:
+        run_check("algorithm functions", config)
+    assert caught.value.field == "policy_loss"
+    assert caught.value.value == f"losses_of_mine:{name}"
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["a_mean", "a_number", "without_gradient"])
+@pytest.mark.usefixtures("here")
+def test_the_same_is_refused_in_a_step(name: str) -> None:
+    """Also where the check could not see it: a shape may depend on the batch."""
+    with pytest.raises(PluginError, match="policy_loss"):
+        policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))

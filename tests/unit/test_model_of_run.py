@@ -1,0 +1,70 @@
+"""`--model-path RUN`: the newest model of another run, settled when a run starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.cli.checks.model_checks import check_model
+from invrl.errors import ConfigError
+from invrl.run.config import Config, Source, resolve
+from invrl.run.model_of_run import with_models_of_runs
+from invrl.store.run_folder import KEEP_NAME
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints."""
+    run = tmp_path / "first stage"
+    model = make_tiny_model(tmp_path / "model")
+    for step in (2, 4):
+        checkpoint = run / f"checkpoints/step-{step:06d}"
+        shutil.copytree(model, checkpoint / "hugging_face")
+        (checkpoint / "megatron").mkdir()
+    (run / "config.resolved.toml").touch()
+    return run
+
+
+def configuration(model: Path, reference: str = "") -> Config:
+    settings = {"model_path": str(model), "reference_model_path": reference}
+    tables = {"model": settings, "algorithm": {"kl_coef": 0.1}}
+    return resolve(Source(name="test", tables=tables))
+
+
+def test_a_run_stands_for_its_newest_model(run: Path) -> None:
+    config = configuration(run)
+    assert config.model.folder == run / "checkpoints/step-000004/hugging_face"
+    assert config.model.name == "first stage"
+    assert check_model(config) == config.model.folder
+
+
+def test_weights_by_themselves_count_too(run: Path) -> None:
+    shutil.copytree(run / "checkpoints/step-000004/hugging_face", run / "checkpoints/model-000005")
+    config = configuration(run)
+    assert config.model.folder == run / "checkpoints/model-000005"
+    assert config.model.name == "first stage"
+    assert with_models_of_runs(config).model.model_path == str(run / "checkpoints/model-000005")
+
+
+def test_the_model_is_settled_and_kept(run: Path, tmp_path: Path) -> None:
+    config = with_models_of_runs(configuration(run, reference=str(run)))
+    checkpoint = run / "checkpoints/step-000004"
+    assert config.model.model_path == str(checkpoint)
+    assert config.model.reference_model_path == str(checkpoint)
+    assert (checkpoint / KEEP_NAME).exists()
+    shutil.copytree(checkpoint, run / "checkpoints/step-000006")
+    assert config.model.folder == checkpoint / "hugging_face", "the other run goes on"
+    plain = configuration(tmp_path / "model")
+    assert with_models_of_runs(plain) == plain
+    assert not (tmp_path / "model" / KEEP_NAME).exists()
+
+
+def test_a_run_without_a_model_is_refused(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    config = with_models_of_runs(configuration(run))
+    assert config.model.model_path == str(run)
+    with pytest.raises(ConfigError, match="a run that has saved no model yet"):
+        check_model(config)
