@@ -15,7 +15,9 @@ DEFAULT_PASS_AT_K = 4
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "reinforce_pp_baseline")
 """Advantages that are 0 in a group of one."""
 TOKEN_LEVEL = ("gae",)
-"""Advantages that the trainer computes, from the rewards of tokens."""
+"""Advantages that the trainer computes, from the rewards of tokens and a critic's values."""
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *TOKEN_LEVEL)
+"""Advantages that are whitened over tokens if nothing else is set."""
 
 PRESETS: dict[str, dict[str, str | float]] = {
     # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single update per batch
@@ -96,10 +98,12 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_estimator": "k1",
         "kl_in": "reward",
     },
-    # arXiv 1707.06347, with the KL of InstructGPT (arXiv 2203.02155) in the reward. The papers' KL enters the
-    # generalized advantage estimate; ours is subtracted after it.
+    # arXiv 1707.06347, with the KL of InstructGPT (arXiv 2203.02155) in the reward; lambda as in both
     "ppo": {
         "advantage": "gae",
+        "gae_lambda": 0.95,
+        "critic_gae_lambda": 0.95,
+        "value_clip": 0.2,
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
         "dual_clip": 0.0,
@@ -113,6 +117,8 @@ PRESETS: dict[str, dict[str, str | float]] = {
     # 16 updates a batch.
     "vapo": {
         "advantage": "gae",
+        "critic_gae_lambda": 1.0,
+        "gae_length_alpha": 0.05,
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.28,
         "dual_clip": 0.0,
@@ -268,7 +274,8 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "grpo",
         description="'grpo', 'dr_grpo', 'rloo', 'maxrl', 'pass_at_k', 'raw' (the reward itself), 'reinforce' "
-        "(less the batch's mean), 'reinforce_pp', 'reinforce_pp_baseline', or module:name of an AdvantageFn",
+        "(less the batch's mean), 'reinforce_pp', 'reinforce_pp_baseline', 'gae' (PPO with a critic), or "
+        "module:name of an AdvantageFn",
     )
     advantage_eps: PositiveFloat = Field(
         1e-4, description="added to the deviation that the advantage is divided by (grpo, pass_at_k)"
@@ -285,7 +292,8 @@ class AlgorithmConfig(Section):
     advantage_whitening: WhitenedOver = Field(
         "none",
         description="advantages are shifted and scaled to mean 0 and deviation 1 over the batch, where each "
-        "token counts once, or each rollout; reinforce_pp and its baseline form do it over tokens anyway",
+        "token counts once, or each rollout; reinforce_pp, its baseline form and gae do it over tokens "
+        "anyway",
     )
     discount: float = Field(
         1.0,
@@ -321,6 +329,34 @@ class AlgorithmConfig(Section):
     )
     reward_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (), description="columns of tokens that are added to the rewards of tokens (gae)"
+    )
+    gae_lambda: float = Field(
+        0.95, ge=0.0, le=1.0, description="how far the policy's advantage looks ahead (gae): 0: one token"
+    )
+    critic_gae_lambda: float = Field(
+        0.95,
+        ge=0.0,
+        le=1.0,
+        description="lambda of the returns that the critic learns (gae); where it is left out: gae_lambda",
+    )
+    gae_length_alpha: NonNegativeFloat = Field(
+        0.0,
+        description="in the place of gae_lambda each row has 1 - 1 / (this x its trained tokens) (VAPO: "
+        "0.05); 0: gae_lambda",
+    )
+    value_targets: Literal["gae", "vtrace"] = Field(
+        "gae",
+        description="advantages and the critic's targets (gae): those of GAE, or V-trace's, which correct "
+        "for the policy that sampled",
+    )
+    vtrace_rho_cap: PositiveFloat = Field(1.0, description="cap of a token's own ratio old/rollout (vtrace)")
+    vtrace_c_cap: PositiveFloat = Field(
+        1.0, description="cap of the ratios over which a correction travels back (vtrace)"
+    )
+    value_clip: NonNegativeFloat = Field(
+        0.2,
+        description="how far a value may move in a batch before the critic's loss stops it (gae); 0: no "
+        "bound",
     )
     policy_loss: str = Field(
         "clip",
@@ -437,8 +473,8 @@ class AlgorithmConfig(Section):
 
     @property
     def whitened_over(self) -> WhitenedOver:
-        """REINFORCE++ is whitened over tokens if nothing else is set."""
-        if self.advantage in ("reinforce_pp", "reinforce_pp_baseline") and self.advantage_whitening == "none":
+        """REINFORCE++ and GAE (as in TRL and verl) are whitened over tokens if nothing else is set."""
+        if self.advantage in WHITENED and self.advantage_whitening == "none":
             return "tokens"
         return self.advantage_whitening
 
@@ -446,6 +482,11 @@ class AlgorithmConfig(Section):
     def token_level(self) -> bool:
         """Whether the trainer computes the advantages."""
         return self.advantage in TOKEN_LEVEL
+
+    @property
+    def kl_in_token_rewards(self) -> bool:
+        """Whether the KL enters the rewards from which the trainer computes advantages."""
+        return self.token_level and self.kl_in == "reward" and self.kl_coef > 0
 
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""
@@ -478,6 +519,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: dict[str, object]) -> dict[str, object]:
-        """Puts the preset's values below those that were given."""
+        """Puts the preset's values below those that were given. The critic's lambda follows the policy's."""
         preset = PRESETS.get(str(values.get("algorithm_preset")), {})
-        return {**preset, **values}
+        values = {**preset, **values}
+        if "gae_lambda" in values:
+            values.setdefault("critic_gae_lambda", values["gae_lambda"])
+        return values

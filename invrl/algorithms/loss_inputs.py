@@ -85,6 +85,8 @@ class LossInputs:
     advantages_N: Tensor
     reference_N: Tensor | None
     """Log-probs under the frozen reference; None: the objective does not need them."""
+    values_N: Tensor | None = None
+    """The critic's values before the batch's first optimizer step; None: the objective needs no critic."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """More numbers of each token, by name: those of `TrainSample.columns`."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)

@@ -13,7 +13,8 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
     a_t                             aggregation.py
     A_t                             advantages.py, computed when the batch is taken
 
-With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`).
+With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in the rewards that A_t
+is estimated from).
 
 No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), the KL term is bounded
 by `kl_clamp`, and the surrogate `clip` has a dual clip.
@@ -50,7 +51,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         raise ValueError(f"entropy_coef is {config.entropy_coef} but there are no entropies")
     old_N = old_logprobs(inputs, config.old_logprobs)
     advantages_N = inputs.advantages_N
-    if config.kl_coef and config.kl_in == "reward":
+    if config.kl_coef and config.kl_in == "reward" and not config.kl_in_token_rewards:
         advantages_N = _with_kl_penalty(inputs, old_N, config)
 
     ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N, inputs.rows)

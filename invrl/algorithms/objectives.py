@@ -8,7 +8,7 @@ driver asks for the needs before anything starts, so torch is imported only wher
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -48,6 +48,8 @@ class Needs:
     """Log-probs under the policy before the batch's first optimizer step."""
     reference: bool = False
     """Log-probs under the frozen reference."""
+    values: bool = False
+    """A critic's values of the tokens. The critic is then trained beside the policy."""
     row_table: bool = False
     """The sums of all rows of a mini-batch under the current policy (`row_table.py`). The objective then has
     a method `couple`."""
@@ -62,10 +64,15 @@ def is_built_in(name: str) -> bool:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Raises PluginError for a user's objective that cannot be loaded, or whose needs are something else."""
+    """Raises PluginError for a user's objective that cannot be loaded, whose needs are something else, or
+    which does not name the values that the advantage needs."""
     match config.objective:
         case "rl":
-            return Needs(old=config.old_logprobs == "recompute", reference=config.kl_coef > 0)
+            return Needs(
+                old=config.old_logprobs == "recompute",
+                reference=config.kl_coef > 0,
+                values=config.token_level,
+            )
         case "distillation":
             recomputed = config.old_logprobs == "recompute"
             return Needs(old=recomputed, reference=config.kl_coef > 0, teacher=True)
@@ -77,7 +84,12 @@ def needs_of(config: AlgorithmConfig) -> Needs:
             return Needs(row_table=True)
         case "kto":
             return Needs(reference=True, row_table=True, mismatched_rows=True)
-    return _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
+    needs = _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
+    if config.token_level and not needs.values:
+        reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
+        fix = "declare Needs(values=True, ...), or use an advantage without a critic (--advantage grpo)"
+        raise PluginError("objective", config.objective, reason, fix)
+    return replace(needs, reference=needs.reference or config.kl_in_token_rewards)
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:

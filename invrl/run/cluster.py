@@ -279,6 +279,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
             model_path=str(config.model.folder),
             reference_path=str(config.model.reference_folder),
             teacher_path=str(config.model.teacher_folder or ""),
+            critic_path=str(config.model.critic_folder),
             chat_template=chat_template,
             train=config.train,
             algorithm=config.algorithm,

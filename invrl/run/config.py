@@ -124,6 +124,11 @@ class ModelConfig(Section):
     teacher_concurrency: PositiveInt = Field(
         default=16, description="rows that the teacher at teacher_url scores at the same time"
     )
+    critic_model_path: str = Field(
+        default="",
+        description="folder or checkpoint of the model that the critic begins as (advantage gae), a model of "
+        "the same shape, without its projection to the vocabulary; empty: that of model_path",
+    )
 
     @property
     def folder(self) -> Path:
@@ -139,6 +144,11 @@ class ModelConfig(Section):
     def teacher_folder(self) -> Path | None:
         """Of a teacher that the trainer computes: absolute."""
         return _model_folder(self.teacher_model_path) if self.teacher_model_path else None
+
+    @property
+    def critic_folder(self) -> Path:
+        """Of the critic: absolute; meaningless without a `model_path`."""
+        return _model_folder(self.critic_model_path or self.model_path)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE
-from invrl.algorithms.objectives import DISTILLATION, ON_ROLLOUTS, is_built_in, needs_of
+from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.section import Section
@@ -280,9 +280,6 @@ def _advantages(config: Config) -> Contradictions:
             reason = f"extra_columns declares no column {column!r} of tokens or turns"
             yield "algorithm.reward_columns", reason, f"add --extra-columns {column}:token, or leave it out"
     yield from _overlong(config)
-    if algorithm.token_level:
-        reason = f"{name} needs the values of a critic, which this version does not train"
-        yield "algorithm.advantage", reason, "use one of the others, reinforce_pp for example"
 
 
 def _overlong(config: Config) -> Contradictions:
@@ -438,6 +435,59 @@ def _fault_of_teacher_url(url: str) -> str:
     if parts.username or parts.password:
         return "it holds a user or a key, which come from the environment only"
     return ""
+
+
+_OF_THE_CRITIC = {
+    "algorithm": (
+        "gae_lambda",
+        "critic_gae_lambda",
+        "gae_length_alpha",
+        "value_targets",
+        "vtrace_rho_cap",
+        "vtrace_c_cap",
+        "value_clip",
+    ),
+    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "model": ("critic_model_path",),
+}
+"""Settings that act only where a critic is trained, by table."""
+
+
+def _critic(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.token_level and algorithm.objective in ON_FILES:
+        reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
+        yield "algorithm.advantage", reason, "leave --advantage out, or use --objective rl"
+    if not algorithm.token_level and is_built_in(algorithm.objective):
+        for table, names in _OF_THE_CRITIC.items():
+            section = getattr(config, table)
+            for name in names:
+                if getattr(section, name) != type(section).model_fields[name].default:
+                    reason = f"with advantage = {algorithm.advantage!r} there is no critic"
+                    fix = f"add --advantage gae, or leave --{name.replace('_', '-')} out"
+                    yield f"{table}.{name}", reason, fix
+    if algorithm.value_targets == "vtrace":
+        if algorithm.old_logprobs != "recompute":
+            reason = (
+                f"with --old-logprobs {algorithm.old_logprobs} no ratio to the policy that sampled is known"
+            )
+            yield "algorithm.value_targets", reason, "use --old-logprobs recompute, or leave this out"
+        if algorithm.correction != "none":
+            reason = "V-trace's advantages contain the ratio old/rollout already"
+            yield "algorithm.correction", reason, "use --correction none"
+        if algorithm.gae_length_alpha:
+            reason = "V-trace has one lambda, gae_lambda, for all rows"
+            yield "algorithm.gae_length_alpha", reason, "leave it out, or --value-targets"
+        if algorithm.critic_gae_lambda != algorithm.gae_lambda:
+            reason = "V-trace has one lambda, gae_lambda, for advantages and targets"
+            yield "algorithm.critic_gae_lambda", reason, "leave it out, or --value-targets"
+    else:
+        for name in ("vtrace_rho_cap", "vtrace_c_cap"):
+            if getattr(algorithm, name) != type(algorithm).model_fields[name].default:
+                yield f"algorithm.{name}", "value_targets is not vtrace", "add --value-targets vtrace"
+    if config.train.critic_warmup_steps >= config.run.num_steps:
+        reason = f"the run has {config.run.num_steps} steps, so the policy would never learn"
+        yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
 def _routing_replay(config: Config) -> Contradictions:
@@ -643,7 +693,7 @@ def _determinism(config: Config) -> Contradictions:
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
 
 
-_ON_DATA = (_modes, _data, _schedule, _reference, _loss, _kl, _objective, _teacher)
+_ON_DATA = (_modes, _data, _schedule, _reference, _critic, _loss, _kl, _objective, _teacher)
 _WITH_ROLLOUTS = (
     _modes,
     _without_data,
@@ -651,6 +701,7 @@ _WITH_ROLLOUTS = (
     _batch,
     _reference,
     _advantages,
+    _critic,
     _loss,
     _kl,
     _objective,

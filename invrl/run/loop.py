@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, Trainer
-from invrl.metrics import resolve, timed
+from invrl.metrics import Metrics, resolve, timed
 from invrl.observe.sinks import Sink
 from invrl.observe.step_metrics import (
     CHECKPOINT_PHASE,
@@ -183,6 +183,8 @@ def step_notes(step: int, result: StepResult) -> Iterator[str]:
             f"step {step}: {result.nonfinite_steps} optimizer steps were skipped, because the loss or the "
             "gradient was NaN or infinite (counted in train/nonfinite_steps; the trainer's log says more)"
         )
+    elif not result.optimizer_steps and _critic_learned_alone(result.metrics):
+        yield f"step {step}: the critic alone learns (--critic-warmup-steps)"
     elif not result.optimizer_steps and not result.metrics["skipped_steps"].value():
         yield f"step {step}: no weight was changed, because no row of the batch has a token to train"
     elif not result.optimizer_steps:
@@ -190,6 +192,12 @@ def step_notes(step: int, result: StepResult) -> Iterator[str]:
             f"step {step}: no weight was changed. The gradient was 0: in every comparison all rewards were "
             "equal (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
         )
+
+
+def _critic_learned_alone(metrics: Metrics) -> bool:
+    """Whether the critic made a step, and the policy was not even to make one."""
+    critic_steps = metrics.get("critic_steps")
+    return critic_steps is not None and critic_steps.value() > 0 and not metrics["skipped_steps"].value()
 
 
 def train_values(result: StepResult) -> dict[str, float]:

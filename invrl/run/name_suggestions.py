@@ -17,6 +17,12 @@ _FOREIGN_NAMES: dict[str, str] = {
         "reward reward_fn reward_func reward_funcs reward_function reward_path custom_rm_path"
     ),
     "lr": "learning_rate actor_lr step_size",
+    "critic_lr": "value_lr lr_critic critic_learning_rate vf_lr",
+    "critic_warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
+    "critic_model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
+    "value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
+    "gae_lambda": "lam lambd lambda gae_lam",
+    "discount": "gamma",
     "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
     "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler",
     "clip_grad": "max_grad_norm grad_clip gradient_clipping grad_norm_clip",

@@ -1,5 +1,5 @@
-"""A repair of Megatron's distributed optimizer where it runs over torch's AdamW: each parameter keeps its own
-step count through a checkpoint.
+"""Repairs of Megatron's optimizers where they run over torch's AdamW: each parameter keeps its own step
+count through a checkpoint, and an optimizer that has made no step yet can be saved and loaded.
 
 Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a `step` tensor per
 parameter. Megatron's template for loading lacks it and Megatron's copy drops it; after a load all parameters
@@ -9,6 +9,29 @@ would share one tensor, so that each step would count many times.
 from typing import Any
 
 import torch
+
+
+def complete_states(adamw: torch.optim.AdamW) -> None:
+    """Gives each parameter the state that it has before its first step, where it has none.
+
+    torch makes the state in the first step. Until then one of Megatron's plain optimizers would save none,
+    and would not find what it expects when it loads.
+    """
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            state = adamw.state[parameter]
+            if not state:
+                step_device = parameter.device if group.get("fused") else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def note_step_of_zero(state: dict[str, Any]) -> None:
+    """Completes the state dict that a plain optimizer of Megatron's over torch's AdamW makes for a
+    checkpoint: it leaves out a step count of 0."""
+    of_adamw = state.get("optimizer", state)
+    of_adamw["state"].setdefault("common_step", torch.tensor(0.0))
 
 
 def repair_distributed_optimizer() -> None:

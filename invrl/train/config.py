@@ -69,6 +69,20 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
+    critic_lr: PositiveFloat = Field(
+        1e-5, description="learning rate of the critic (advantage gae), constant after its warm-up"
+    )
+    critic_lr_warmup_steps: NonNegativeInt = Field(
+        0, description="optimizer steps of linear warm-up of critic_lr: step k has k / (this + 1) of it"
+    )
+    critic_clip_grad: NonNegativeFloat = Field(
+        1.0, description="bound of the norm of the critic's gradient; 0: none"
+    )
+    critic_warmup_steps: NonNegativeInt = Field(
+        0,
+        description="training batches at the beginning of a run in which the critic alone learns (advantage "
+        "gae)",
+    )
     moe_router_bias_update_rate: NonNegativeFloat = Field(
         0.0,
         description="load balancing without an auxiliary loss: after each optimizer step the router's bias "

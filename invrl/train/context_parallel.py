@@ -40,21 +40,17 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     return gathered_key, gathered_value
 
 
-def gather_wanted(
-    logprobs_S: torch.Tensor, entropy_S: torch.Tensor, is_own_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [N] of all wanted tokens on every rank, from those of the S tokens that each
-    rank predicts (`is_own_N`; every token has one rank).
+def gather_wanted(own_S: torch.Tensor, is_own_N: torch.Tensor) -> torch.Tensor:
+    """A number for each of the wanted tokens [N] on every rank, from those of the S tokens that each rank
+    predicts (`is_own_N`; every token has one rank).
 
     Every rank computes the same loss from them, so the gradient of its own numbers is whole, and nothing is
     summed over ranks on the way back.
     """
     group = _group()
     if group.size() == 1:
-        return logprobs_S, entropy_S
-    logprobs_N = _Gather.apply(logprobs_S, is_own_N, group)
-    entropy_N = _Gather.apply(entropy_S, is_own_N, group)
-    return logprobs_N, entropy_N  # pyright: ignore[reportReturnType]
+        return own_S
+    return _Gather.apply(own_S, is_own_N, group)  # pyright: ignore[reportReturnType]
 
 
 def _group() -> ProcessGroup:

@@ -34,7 +34,7 @@ class MemoryEstimate:
     """Bytes of one rank at its peak."""
 
     weights: float
-    """Those of the frozen reference too, if they stay where the model's are."""
+    """Those of the critic too, and of the frozen reference, if they stay where the model's are."""
     gradients: float
     """Float32 sums, and the gradient of the vocabulary's weight before it is added."""
     optimizer: float
@@ -69,6 +69,8 @@ class MemoryBudget:
     size: ModelSize
     frozen_models: int
     """The reference and the teacher, as far as the trainer computes them."""
+    has_critic: bool
+    """A second model of the same shape is trained, without a projection to the vocabulary."""
     served_dtype: str
     file_item: int
     """Bytes of a number in the folder's files."""
@@ -83,6 +85,7 @@ class MemoryBudget:
         folder: Path,
         *,
         frozen_models: int,
+        has_critic: bool = False,
         served_dtype: str,
         megatron: Mapping[str, object],
         copies_checkpoints: bool,
@@ -95,6 +98,7 @@ class MemoryBudget:
             config=config,
             size=ModelSize.of(folder, config),
             frozen_models=frozen_models,
+            has_critic=has_critic,
             served_dtype=served_dtype,
             file_item=largest_item(folder),
             recomputation=Recomputation.of(megatron),
@@ -117,6 +121,12 @@ class MemoryBudget:
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
         dense, experts = self._divided(self._parameters(stage), self._layers(stage))
+        if self.has_critic:
+            dense_of_critic, experts_of_critic = self._divided(
+                self._parameters_of_critic(stage), self._layers(stage)
+            )
+            dense += dense_of_critic
+            experts += experts_of_critic
         parameters = dense + experts
         # In float32 the weights are their own master weights.
         state_bytes = 12 if self._item == 2 else 8
@@ -128,7 +138,9 @@ class MemoryBudget:
             loading = optimizer  # held whole once while a checkpoint is loaded
             optimizer = state_bytes * (dense / copies + experts / copies_of_experts)
         logits = self._logits(num_tokens) if is_last else 0.0
-        step = self._activations(stage, num_tokens) + logits
+        activations = self._activations(stage, num_tokens)
+        step = activations + logits
+        step_of_critic = activations if self.has_critic else 0.0  # leaves gaps of its own
         reference = self._reference(stage)
         reference_pass = 0.0
         if reference.in_pass:
@@ -142,7 +154,7 @@ class MemoryBudget:
         copy = 0.0
         if self.copies_checkpoints and not self.on_cuda:
             copy = parameters * self._saved_bytes
-            if is_first:
+            if is_first:  # the policy, for Hugging Face
                 copy += self.size.total * self._item
         return MemoryEstimate(
             weights=parameters * self._item + reference.kept,
@@ -150,7 +162,7 @@ class MemoryBudget:
             optimizer=optimizer,
             # Nothing is written while a checkpoint is loaded.
             step=max(step, reference_pass, loading - copy),
-            heap=0.0 if self.on_cuda else _HEAP_SHARE * step,
+            heap=0.0 if self.on_cuda else _HEAP_SHARE * (step + step_of_critic),
             staging=staging,
             copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
@@ -162,7 +174,10 @@ class MemoryBudget:
         in the memory of the CPU, also where the trainer is on a GPU."""
         if not self.copies_checkpoints:
             return 0.0
-        return self.size.total * float(self._saved_bytes + self._item)
+        trained = self.size.total
+        if self.has_critic:
+            trained += sum(self._parameters_of_critic(stage) for stage in range(self.train.layout.pipeline))
+        return trained * float(self._saved_bytes) + self.size.total * self._item
 
     @property
     def _saved_bytes(self) -> int:
@@ -189,6 +204,19 @@ class MemoryBudget:
         if self.config.tie_word_embeddings:
             return parameters + rest
         return parameters + rest - self.size.vocabulary
+
+    def _parameters_of_critic(self, stage: int) -> int:
+        """Of a pipeline stage. Its value head is negligible."""
+        layout = self.train.layout
+        parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
+        rest = self.size.total - sum(self.size.by_layer)
+        if not self.config.tie_word_embeddings:
+            rest -= self.size.vocabulary  # the projection
+        if stage == 0:
+            parameters += self.size.vocabulary
+        if stage == layout.pipeline - 1:
+            parameters += rest - self.size.vocabulary  # the final norm
+        return parameters
 
     def _layers(self, stage: int) -> list[int]:
         chunks = self.train.layout.layers_of(stage, self.config.num_hidden_layers)

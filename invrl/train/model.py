@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from megatron.core import parallel_state
@@ -50,6 +50,8 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 class PolicyModel(GPTModel):
     """A decoder, or a chunk of its layers, that returns log-probs, not logits."""
 
+    projects: ClassVar[bool] = True
+    """Whether it ends with a projection to the vocabulary."""
     shape: HuggingFaceConfig
     routing: RoutingRecorder | None = None
     """Where routing is replayed. The model that is trained has one, its frozen reference has none."""
@@ -66,21 +68,26 @@ class PolicyModel(GPTModel):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Log-probs and entropies of the wanted tokens, float32 [N] each; from a chunk that is not the last
         the hidden states [Q, 1, hidden] of this rank's tokens, for Megatron's schedule to hand on."""
-        target = device.device()
         share = own_share(micro_batch)
+        hidden = self._decode(share)
+        if not self.post_process:
+            return hidden
+        return self._outputs(hidden, share)
+
+    def _decode(self, share: ContextShare) -> torch.Tensor:
+        """Hidden states [Q, 1, hidden] after this chunk's layers, one row: the second axis is Megatron's
+        batch axis. Each tensor-parallel rank has an equal part of the share's tokens."""
         attention_dtype = device.attention_dtype(self.config.params_dtype)
-        # [Q, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
-        # has an equal part of the share's tokens.
         hidden = self._embed(share) if self.pre_process else None
         routing = None
         if self.routing is not None:
             routing = self.routing.begin(self.vp_stage or 0, share)
         packed_row = PackedRow.of(
             share,
-            target,
+            device.device(),
             attention_dtype,
             windows=self._windows,
             in_one_kernel=self._in_one_kernel,
@@ -88,9 +95,11 @@ class PolicyModel(GPTModel):
             routing=routing,
         )
         with self._counted_experts(share):
-            hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
-        if not self.post_process:
-            return hidden
+            return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
+
+    def _outputs(self, hidden: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, ...]:
+        """Log-probs and entropies of the wanted tokens, float32 [N] each, from the last hidden states."""
+        target = device.device()
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
         # vocabulary.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -107,7 +116,8 @@ class PolicyModel(GPTModel):
             group=group if group.size() > 1 else None,
             softcap=self.shape.logit_softcap,
         )
-        return gather_wanted(logprobs_N, entropy_N, torch.from_numpy(is_own_N).to(target))
+        is_own = torch.from_numpy(is_own_N).to(target)
+        return gather_wanted(logprobs_N, is_own), gather_wanted(entropy_N, is_own)
 
     @contextmanager
     def _counted_experts(self, share: ContextShare) -> Iterator[None]:
@@ -141,6 +151,9 @@ class PolicyModel(GPTModel):
         return weight
 
 
+Model = TypeVar("Model", bound=PolicyModel)
+
+
 def build_model(
     config: HuggingFaceConfig,
     folder: str | Path,
@@ -153,27 +166,37 @@ def build_model(
 
     `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
     """
-    transformer = transformer_config(config, dtype, layout, options)
-    num_chunks = transformer.virtual_pipeline_model_parallel_size
-    if num_chunks is None:
-        chunks = [_build_chunk(config, transformer, None)]
-    else:
-        chunks = [_build_chunk(config, transformer, number) for number in range(num_chunks)]
+    chunks = build_chunks(PolicyModel, config, dtype, layout, options)
     own_parameters = parameters_of(chunks)
     note_partitions(own_parameters, parameters(config))
     load_weights(own_parameters, config, folder)
     return [chunk.to(device.device()) for chunk in chunks]
 
 
+def build_chunks(
+    model_class: type[Model],
+    config: HuggingFaceConfig,
+    dtype: torch.dtype,
+    layout: ParallelLayout,
+    options: Mapping[str, Any],
+) -> list[Model]:
+    """This rank's chunks, without weights. Arguments as for `build_model`."""
+    transformer = transformer_config(config, dtype, layout, options)
+    num_chunks = transformer.virtual_pipeline_model_parallel_size
+    if num_chunks is None:
+        return [_build_chunk(model_class, config, transformer, None)]
+    return [_build_chunk(model_class, config, transformer, number) for number in range(num_chunks)]
+
+
 def _build_chunk(
-    config: HuggingFaceConfig, transformer: TransformerConfig, number: int | None
-) -> PolicyModel:
+    model_class: type[Model], config: HuggingFaceConfig, transformer: TransformerConfig, number: int | None
+) -> Model:
     """`number`: of the chunk on this stage; None: the stage has one."""
     first_layer = get_transformer_layer_offset(transformer, number)
     num_layers = get_num_layers_to_build(transformer, number)
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=number is None, vp_stage=number)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=number is None, vp_stage=number)
-    model = PolicyModel(
+    model = model_class(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
             layer_specs=[
@@ -187,7 +210,7 @@ def _build_chunk(
         vp_stage=number,
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings and model_class.projects,
         position_embedding_type="none",  # the packed row has the angles
     )
     model.describe(config)

@@ -55,6 +55,13 @@ def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[fl
     return (sums[: len(totals)] / sums[len(totals) :]).tolist()
 
 
+def sums_of_replicas(values: Sequence[float]) -> list[float]:
+    """The sum of each of these over the data-parallel ranks, in float64. These ranks call it together."""
+    summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
+    torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group())
+    return summed.tolist()
+
+
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:
     """The rows of all data-parallel ranks, in the order of the ranks, and where this rank's own begin. These
     ranks call it together."""

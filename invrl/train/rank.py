@@ -45,6 +45,7 @@ from invrl.weights.buckets import BucketSender
 from invrl.weights.file_server import WeightFileServer
 
 if TYPE_CHECKING:
+    from invrl.train.critic import Critic
     from invrl.train.model import PolicyModel
     from invrl.train.step import TrainStep
     from invrl.train.trainer_state import Saving
@@ -83,6 +84,7 @@ class TrainRank:
             train,
             Path(folder),
             frozen_models=needs_of(settings.algorithm).reference + bool(settings.teacher_path),
+            has_critic=needs_of(settings.algorithm).values,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -90,7 +92,8 @@ class TrainRank:
         )
         self._largest_micro_batch = 0
         self._num_batches = 0
-        self._step = self._build_step(chunks, options)
+        critic = self._build_critic(options) if needs_of(settings.algorithm).values else None
+        self._step = self._build_step(chunks, critic, options)
         self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Saving | None = None
@@ -99,7 +102,34 @@ class TrainRank:
         self.state_written: Future[None] = Future()
         """Of the checkpoint that `copy_checkpoint` copied last."""
 
-    def _build_step(self, chunks: Sequence["PolicyModel"], options: MegatronOptions) -> "TrainStep":
+    def _build_critic(self, options: MegatronOptions) -> "Critic":
+        """The critic over this rank's chunks of its own model, with their optimizer."""
+        from invrl.train.critic import Critic, critic_settings
+        from invrl.train.critic_model import build_critic, critic_shape
+        from invrl.train.optimizer import distribute, make_schedule
+
+        settings = self._settings
+        chunks = build_critic(
+            critic_shape(self._config),
+            settings.critic_path or settings.model_path,
+            self._train_dtype,
+            settings.layout,
+            options.transformer,
+        )
+        train = critic_settings(settings.train)
+        distributed, optimizer = distribute(chunks, train, options)
+        return Critic(
+            chunks,
+            distributed,
+            optimizer,
+            make_schedule(optimizer, train),
+            value_clip=settings.algorithm.value_clip,
+            warmup_batches=train.critic_warmup_steps,
+        )
+
+    def _build_step(
+        self, chunks: Sequence["PolicyModel"], critic: "Critic | None", options: MegatronOptions
+    ) -> "TrainStep":
         """The training step over this rank's chunks, with their optimizer, the frozen models and what their
         experts need."""
         from invrl.train.expert_load import ExpertRouters
@@ -138,6 +168,7 @@ class TrainRank:
             make_schedule(optimizer, train),
             reference,
             teacher,
+            critic=critic,
             layout=settings.layout,
             train=train,
             algorithm=settings.algorithm,

@@ -24,6 +24,9 @@ class RankSettings:
     objective needs a reference."""
     teacher_path: str = ""
     """Folder with the weights of a teacher of the same shape; "": none that the trainer computes."""
+    critic_path: str = ""
+    """Folder with the weights that the critic begins with; "": those of `model_path`. They are read only if
+    the objective needs values."""
     chat_template: str = ""
     """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
     train: TrainConfig

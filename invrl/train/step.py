@@ -1,4 +1,8 @@
-"""One training step: old and reference log-probs, then one optimizer step per mini-batch.
+"""One training step: values, old and reference log-probs, then one optimizer step per mini-batch.
+
+With a critic, its values of the whole batch come first, and the advantages are computed from them. Each
+mini-batch is then an optimizer step of the critic, and one of the policy unless the critic still learns
+alone.
 
 Micro-batches go through the chunks of the model in Megatron's schedule, whatever the layout. Every rank of a
 replica packs the same micro-batches; only the last pipeline stage has log-probs, losses and their metrics.
@@ -14,7 +18,7 @@ Imported after `device.prepare()`.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -26,7 +30,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
 from invrl.algorithms.adaptive import Coefficients
@@ -46,6 +49,8 @@ from invrl.interfaces import Objective, StepResult
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
+from invrl.train.credit_from_values import credit
+from invrl.train.critic import Critic, Targets
 from invrl.train.expert_load import ExpertRouters
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
@@ -56,22 +61,12 @@ from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks, means_of_ranks
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
+from invrl.train.schedule import Packed, SampleNumbers, forward_pass, micro_batches_of, run_schedule
 from invrl.train.sharding import Shard
 from invrl.train.spanning_turns import sampled_after_update
 from invrl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
-
-_SampleLogprobs = list[NDArray[np.float32]]
-"""One array [T] per sample of a mini-batch: log-probs of its trained tokens, 0 elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """Rows, and the micro-batches that they became."""
-
-    rows: Sequence[Row]
-    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +76,17 @@ class _LossWork:
     micro_batch: MicroBatch
     loss_inputs: "partial[LossInputs]"
     """Lacks `current_N` and `entropy_N`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Judged:
+    """A batch as the critic sees it."""
+
+    shard: Shard
+    """With the advantages that are to be trained."""
+    targets: Sequence[Targets | None]
+    """What the critic learns, by mini-batch; None without a critic."""
+    metrics: Mapping[str, Metric]
 
 
 @contextmanager
@@ -109,6 +115,8 @@ class TrainStep:
     algorithm: AlgorithmConfig
     cost: ComputeCost
     masks: GrammarMasks
+    critic: Critic | None = None
+    """None: the objective needs no values."""
     routing: RoutingRecorder | None
     """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
     expert_routers: ExpertRouters | None
@@ -143,16 +151,39 @@ class TrainStep:
         reference_by_step = self._frozen_logprobs(self.reference, "reference", packed, seconds)
         teacher_by_step = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
-        metrics: dict[str, Metric] = {}
+        judged = self._judge(shard, packed, old_by_step, reference_by_step, seconds)
+        metrics: dict[str, Metric] = dict(judged.metrics)
         optimizer_steps = 0
+        critic_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
-        for mini_batch, packed_rows, old, reference, teacher in zip(
-            shard, packed, old_by_step, reference_by_step, teacher_by_step, strict=True
+        for mini_batch, packed_rows, old, reference, teacher, targets in zip(
+            judged.shard,
+            packed,
+            old_by_step,
+            reference_by_step,
+            teacher_by_step,
+            judged.targets,
+            strict=True,
         ):
+            if self.critic is not None:
+                assert targets is not None, "the critic has judged the batch"
+                with _timed(seconds, "critic"):
+                    critic_step = self.critic.step(packed_rows, targets)
+                if not math.isfinite(critic_step.grad_norm):
+                    nonfinite_steps += 1
+                    self._count_nonfinite(mini_batch, critic_step.grad_norm, critic_step.bad_losses)
+                    continue
+                critic_steps += critic_step.grad_norm > 0.0
+                metrics = merge([metrics, critic_step.metrics])
+                if self.critic.learns_alone:
+                    self._nonfinite_in_a_row = 0
+                    continue
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
-                work = self._loss_work(mini_batch, packed_rows, old, reference, teacher, numbers)
+                work = self._loss_work(
+                    mini_batch, packed_rows, old, reference, numbers, teacher=teacher, targets=targets
+                )
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
             seconds["forward_backward"] -= self._loss_seconds
@@ -164,7 +195,7 @@ class TrainStep:
                     grad_norm = apply_gradients(self.optimizer)
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
-                self._count_nonfinite(mini_batch, grad_norm)
+                self._count_nonfinite(mini_batch, grad_norm, self._bad_losses)
                 continue
             self._nonfinite_in_a_row = 0
             if grad_norm > 0.0:
@@ -177,6 +208,9 @@ class TrainStep:
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
         metrics |= self._adapt(metrics)
         self._move_reference(shard)
+        if self.critic is not None:
+            self.critic.batches += 1
+            metrics["critic_steps"] = Max(critic_steps)
         metrics |= self._routing_metrics(packed)
         metrics |= _work_amounts(shard, packed, time.monotonic() - start)
         # Max, because these are the same on every rank.
@@ -200,9 +234,9 @@ class TrainStep:
         measured: list[dict[str, Metric]] = []
         for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
-            work = self._loss_work(mini_batch, packed_rows, None, reference, None, numbers)
+            work = self._loss_work(mini_batch, packed_rows, None, reference, numbers)
             with torch.no_grad():
-                measured += self._run_schedule(self._evaluation_step, work, forward_only=True)
+                measured += run_schedule(self.chunks, self._evaluation_step, work, forward_only=True)
         return merge(measured)
 
     def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -248,11 +282,11 @@ class TrainStep:
             self.expert_routers.balance(load)
         return load.metrics()
 
-    def _count_nonfinite(self, mini_batch: TrainBatch, grad_norm: float) -> None:
+    def _count_nonfinite(self, mini_batch: TrainBatch, grad_norm: float, bad_losses: Sequence[float]) -> None:
         """Logs a step that was skipped, and raises TrainError if it was one too many."""
         self._nonfinite_in_a_row += 1
-        if self._bad_losses:
-            found = f"a loss of {self._bad_losses[0]} on this rank"
+        if bad_losses:
+            found = f"a loss of {bad_losses[0]} on this rank"
         elif math.isnan(grad_norm):
             found = "a loss or a gradient that is NaN"
         else:
@@ -271,7 +305,7 @@ class TrainStep:
                 "is the number that ends a run"
             )
 
-    def _pack(self, rows: Sequence[Row]) -> _Packed:
+    def _pack(self, rows: Sequence[Row]) -> Packed:
         """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
             self.routing.check(rows)
@@ -291,33 +325,22 @@ class TrainStep:
             # The interleaved schedule takes as many micro-batches at a time as there are stages.
             number += -number % self.layout.pipeline
         micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
-        return _Packed(rows, micro_batches)
+        return Packed(rows, micro_batches)
 
-    def logprobs(self, rows: Sequence[Row]) -> _SampleLogprobs:
+    def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
         """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
         on a pipeline stage that is not the last."""
         [logprobs] = self._forward([self._pack(rows)])
         return logprobs
 
-    def _forward(self, packed: Sequence[_Packed]) -> list[_SampleLogprobs]:
+    def _forward(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
         """One forward pass of the model over all these rows, as it is now: what `logprobs` returns, for each
         part."""
-        micro_batches = _micro_batches(packed)
-        with torch.no_grad():
-            outputs: list[torch.Tensor] = self._run_schedule(_forward_only, micro_batches, forward_only=True)
-        logprobs_by_micro_batch = iter(outputs)
-        by_part: list[_SampleLogprobs] = []
-        for part in packed:
-            arrays = [np.zeros(len(row.tokens_T), np.float32) for row in part.rows]
-            if outputs:  # the last pipeline stage has them
-                for micro_batch in part.micro_batches:
-                    micro_batch.place(next(logprobs_by_micro_batch).cpu().numpy(), arrays)
-            by_part.append(arrays)
-        return by_part
+        return forward_pass(self.chunks, packed)
 
     def _old_logprobs(
-        self, shard: Shard, packed: list[_Packed], seconds: dict[str, float]
-    ) -> Sequence[_SampleLogprobs | None]:
+        self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
+    ) -> Sequence[SampleNumbers | None]:
         """Log-probs under the old policy, per mini-batch, computed before the first optimizer step changes
         the model. None for the first mini-batch, where they equal the current ones, and where the objective
         does not need them.
@@ -332,44 +355,92 @@ class TrainStep:
                 return [None, *self._forward(packed[1:])]
             with self.routing.recording():
                 old_by_step = self._forward(packed[1:])
-            routed = iter(self.routing.with_recorded(_micro_batches(packed[1:])))
+            routed = iter(self.routing.with_recorded(micro_batches_of(packed[1:])))
             for index in range(1, len(packed)):
                 part = packed[index]
-                packed[index] = _Packed(part.rows, list(islice(routed, len(part.micro_batches))))
+                packed[index] = Packed(part.rows, list(islice(routed, len(part.micro_batches))))
             return [None, *old_by_step]
 
     def _frozen_logprobs(
         self,
         frozen: FrozenReference | None,
         phase: str,
-        packed: Sequence[_Packed],
+        packed: Sequence[Packed],
         seconds: dict[str, float],
-    ) -> Sequence[_SampleLogprobs | None]:
+    ) -> Sequence[SampleNumbers | None]:
         """Log-probs under a frozen model, per mini-batch; None without one. Its routers choose the
         experts."""
         if frozen is None or not packed:
             return [None] * len(packed)
-        unrouted: list[_Packed] = []
+        unrouted: list[Packed] = []
         for part in packed:
             micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
-            unrouted.append(_Packed(part.rows, micro_batches))
+            unrouted.append(Packed(part.rows, micro_batches))
         with _timed(seconds, phase), frozen.in_place():
             return [*self._forward(unrouted)]
+
+    def _judge(
+        self,
+        shard: Shard,
+        packed: Sequence[Packed],
+        old_by_step: Sequence[SampleNumbers | None],
+        reference_by_step: Sequence[SampleNumbers | None],
+        seconds: dict[str, float],
+    ) -> _Judged:
+        """What the critic says of a batch before the batch's first optimizer step. Without a critic the batch
+        stays as it is."""
+        if self.critic is None or not packed:
+            return _Judged(shard=shard, targets=[None] * len(shard), metrics={})
+        with _timed(seconds, "values"):
+            values = self.critic.values(packed)
+        before = [
+            old if old is not None else self._logprobs_before(mini_batch, part, seconds)
+            for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True)
+        ]
+        with timed(seconds, "objective"):
+            judged = credit(shard, values, old=before, reference=reference_by_step, config=self.algorithm)
+        targets = [
+            Targets(old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens)
+            for mini_batch, values_of_step, returns in zip(shard, values, judged.returns, strict=True)
+        ]
+        return _Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
+
+    def _logprobs_before(
+        self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
+    ) -> SampleNumbers:
+        """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
+        they are not recomputed, or where rewards and targets do not depend on them."""
+        algorithm = self.algorithm
+        is_read = algorithm.kl_in_token_rewards or algorithm.value_targets == "vtrace"
+        if not is_read or algorithm.old_logprobs != "recompute":
+            return [sample.rollout_logprobs_T for sample in mini_batch.samples]
+        with _timed(seconds, "old_logprobs"):
+            [logprobs] = self._forward([packed])
+        return logprobs
 
     def _loss_work(
         self,
         mini_batch: TrainBatch,
-        packed: _Packed,
-        old: _SampleLogprobs | None,
-        reference: _SampleLogprobs | None,
-        teacher: _SampleLogprobs | None,
+        packed: Packed,
+        old: SampleNumbers | None,
+        reference: SampleNumbers | None,
         numbers: Sequence[Mapping[str, float]],
+        *,
+        teacher: SampleNumbers | None = None,
+        targets: Targets | None = None,
     ) -> list[_LossWork]:
         """One for each micro-batch."""
         with_staleness = self.algorithm.old_logprobs == "interpolated"
         return [
             _loss_work(
-                mini_batch, micro_batch, old, reference, teacher, numbers, with_staleness=with_staleness
+                mini_batch,
+                micro_batch,
+                old,
+                reference,
+                numbers,
+                teacher=teacher,
+                targets=targets,
+                with_staleness=with_staleness,
             )
             for micro_batch in packed.micro_batches
         ]
@@ -377,8 +448,8 @@ class TrainStep:
     def _row_numbers(
         self,
         mini_batch: TrainBatch,
-        packed: _Packed,
-        reference: _SampleLogprobs | None,
+        packed: Packed,
+        reference: SampleNumbers | None,
         seconds: dict[str, float],
     ) -> list[Mapping[str, float]]:
         """The numbers of each sample: its own, and those that the objective gives a row because of other
@@ -396,7 +467,7 @@ class TrainStep:
                 numbers[index] = {**numbers[index], **of_row}
         return numbers
 
-    def _routing_metrics(self, packed: Sequence[_Packed]) -> dict[str, Metric]:
+    def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:
             return {}
         metrics: dict[str, Metric] = {}
@@ -406,7 +477,7 @@ class TrainStep:
         if self.train.routing_replay == "engine":
             num_tokens = 0
             num_unknown = 0
-            for micro_batch in _micro_batches(packed):
+            for micro_batch in micro_batches_of(packed):
                 if micro_batch.rows:
                     num_tokens += len(micro_batch.tokens_P)
                     num_unknown += micro_batch.num_unrecorded
@@ -425,27 +496,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         if self.expert_routers is not None:
             self.expert_routers.clear()
-        return self._run_schedule(self._forward_step, work, forward_only=False)
-
-    def _run_schedule(
-        self,
-        forward_step: Callable[..., Any],
-        items: Sequence[Any],
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Megatron's schedule over one item per micro-batch. Returns what the forward step's loss function
-        gives for each of them; nothing on a pipeline stage that is not the last."""
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(items) for _ in self.chunks],
-            model=list(self.chunks),
-            num_microbatches=len(items),
-            seq_length=0,  # the stages tell each other the shapes
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        return run_schedule(self.chunks, self._forward_step, work, forward_only=False)
 
     def _forward_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
         """Megatron's forward step: the model's output, and the function that makes a loss of it."""
@@ -486,33 +537,15 @@ class TrainStep:
         return logprobs_N, measure
 
 
-def _micro_batches(packed: Sequence[_Packed]) -> list[MicroBatch]:
-    """Of all parts, one after the other."""
-    return [micro_batch for part in packed for micro_batch in part.micro_batches]
-
-
-def _forward_only(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Any]:
-    """Megatron's forward step where log-probs are all that is wanted."""
-    output = model(next(micro_batches))
-    if isinstance(output, torch.Tensor):
-        return output, None
-    logprobs_N, _ = output
-    return logprobs_N, _unchanged
-
-
-def _unchanged(logprobs_N: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
-    """What Megatron calls in the place of a loss function."""
-    return logprobs_N
-
-
 def _loss_work(
     mini_batch: TrainBatch,
     micro_batch: MicroBatch,
-    old: _SampleLogprobs | None,
-    reference: _SampleLogprobs | None,
-    teacher: _SampleLogprobs | None,
+    old: SampleNumbers | None,
+    reference: SampleNumbers | None,
     numbers: Sequence[Mapping[str, float]],
     *,
+    teacher: SampleNumbers | None,
+    targets: Targets | None,
     with_staleness: bool,
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
@@ -557,6 +590,7 @@ def _loss_work(
         advantages_N=pick(mini_batch.advantages),
         old_N=None if old is None else pick(old),
         reference_N=None if reference is None else pick(reference),
+        values_N=None if targets is None else pick(targets.old),
         rows=rows,
         denominators=Denominators.of(trained),
         columns=columns,
@@ -577,13 +611,13 @@ def _common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
 def _row_table(
     mini_batch: TrainBatch,
     indices: Sequence[int],
-    current: _SampleLogprobs,
-    reference: _SampleLogprobs | None,
+    current: SampleNumbers,
+    reference: SampleNumbers | None,
 ) -> RowTable:
     """Of the samples with these indices, all of which have a trained token."""
     samples = [mini_batch.samples[index] for index in indices]
 
-    def sums(arrays: _SampleLogprobs) -> NDArray[np.float64]:
+    def sums(arrays: SampleNumbers) -> NDArray[np.float64]:
         """Over the trained tokens; the arrays are 0 elsewhere."""
         return np.array([arrays[index].sum(dtype=np.float64) for index in indices], np.float64)
 
@@ -599,7 +633,7 @@ def _row_table(
     )
 
 
-def _work_amounts(shard: Shard, packed: Sequence[_Packed], seconds: float) -> dict[str, Metric]:
+def _work_amounts(shard: Shard, packed: Sequence[Packed], seconds: float) -> dict[str, Metric]:
     """How much this rank computed. Merging the ranks' metrics adds these up."""
     trained_tokens = 0
     row_tokens = 0
@@ -607,7 +641,7 @@ def _work_amounts(shard: Shard, packed: Sequence[_Packed], seconds: float) -> di
         for sample in mini_batch.samples:
             trained_tokens += int(sample.loss_mask_T.sum())
             row_tokens += len(sample.tokens_T)
-    micro_batches = _micro_batches(packed)
+    micro_batches = micro_batches_of(packed)
     return {
         "tokens": Sum(trained_tokens),
         "computed_tokens": Sum(sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)),

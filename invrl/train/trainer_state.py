@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -23,6 +24,7 @@ from invrl.errors import TrainError
 from invrl.file_entry import FileEntries
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train import device
+from invrl.train.adamw_steps import complete_states, note_step_of_zero
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.model import PolicyModel
 from invrl.train.reference import SAVED_PREFIX
@@ -39,14 +41,19 @@ class TrainerState:
         schedule: OptimizerParamScheduler,
         step: TrainStep,
     ) -> None:
-        """`step`: has the coefficients, and a reference that may move."""
+        """`step`: has the coefficients, a reference that may move, and the critic, if there is one."""
         self._step = step
         self._moving_reference = step.reference if step.algorithm.reference_moves else None
-        self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
-        self._optimizer = optimizer
-        self._schedule = schedule
+        self._policy = _Trained(chunks, optimizer, schedule)
+        critic = step.critic
+        self._critic = critic
+        self._of_critic = None
+        optimizers = list(optimizer.chained_optimizers)
+        if critic is not None:
+            self._of_critic = _Trained(critic.models, critic.optimizer, critic.schedule)
+            optimizers += critic.optimizer.chained_optimizers
         self._late = LateTensors()
-        for part in optimizer.chained_optimizers:
+        for part in optimizers:
             if isinstance(part, DistributedOptimizer):
                 gather_late(part, self._late)
 
@@ -83,27 +90,33 @@ class TrainerState:
         """Called on all ranks together. Raises TrainError if there is no checkpoint."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
-        sharded = self._sharded_state(is_loading=True)
+        if self._critic is not None and "critic_batches" not in dist_checkpointing.load_common_state_dict(
+            path
+        ):
+            raise TrainError(
+                f"{path} holds no critic: the run that saved it had another advantage. Resume with that one, "
+                "or begin a new run with --model-path"
+            )
         if self._moving_reference is not None and not _has_reference(path):
             raise TrainError(
                 f"{path} holds no reference: the run that saved it had one that does not move. Leave out "
                 "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
             )
+        sharded = self._sharded_state(is_loading=True)
         of_reference: dict[str, dict[str, torch.Tensor]] = {}  # loading takes the parameters out of `sharded`
         if self._moving_reference is not None:
-            for name in self._chunks:
+            for name in self._policy.chunk_names:
                 of_reference[name] = self._moving_reference.saved(sharded[name])
         state: Any = dist_checkpointing.load(sharded, path)
-        for name, chunk in self._chunks.items():
-            chunk.load_state_dict(state[name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.num_steps = 0  # Megatron adds the saved number to it
-        self._schedule.load_state_dict(state["schedule"])
+        self._policy.load(state)
         if "coefficients" in state:
             self._step.coefficients = Coefficients(**state["coefficients"])
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
+        if self._critic is not None and self._of_critic is not None:
+            self._of_critic.load(state["critic"])
+            self._critic.batches = state["critic_batches"]
         rng_file = _rng_file(Path(path))
         if rng_file.exists():  # absent for a rank that the saving run did not have
             device.set_random_state(torch.load(rng_file, weights_only=True))
@@ -115,21 +128,58 @@ class TrainerState:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
+        state = self._policy.sharded_state(metadata, is_loading=is_loading)
+        if self._moving_reference is not None:
+            for name in self._policy.chunk_names:
+                state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(state[name])
+        state["coefficients"] = asdict(self._step.coefficients)
+        if self._critic is not None and self._of_critic is not None:
+            of_critic = self._of_critic.sharded_state(metadata, is_loading=is_loading)
+            add_prefix_for_sharding(of_critic, "critic.")
+            state |= {"critic": of_critic, "critic_batches": self._critic.batches}
+        return state
+
+
+class _Trained:
+    """A model with its optimizer and schedule."""
+
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        optimizer: ChainedOptimizer,
+        schedule: OptimizerParamScheduler,
+    ) -> None:
+        self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    @property
+    def chunk_names(self) -> Sequence[str]:
+        """Their keys in `sharded_state`."""
+        return list(self._chunks)
+
+    def sharded_state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         model: dict[str, Any] = {
             name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._chunks.items()
         }
-        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        reference: dict[str, Any] = {}
-        if self._moving_reference is not None:
-            for name, chunk in model.items():
-                reference[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(chunk)
-        return {
-            **model,
-            **reference,
-            "optimizer": optimizer,
-            "schedule": self._schedule.state_dict(),
-            "coefficients": asdict(self._step.coefficients),
-        }
+        parts = self._optimizer.chained_optimizers
+        plain: list[int] = []
+        for place, part in enumerate(parts):
+            if isinstance(part.optimizer, torch.optim.AdamW) and not isinstance(part, DistributedOptimizer):
+                complete_states(part.optimizer)
+                plain.append(place)
+        optimizer: Any = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        for place in plain:
+            note_step_of_zero(optimizer if len(parts) == 1 else optimizer[place])
+        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """`state`: as `sharded_state` describes it, filled."""
+        for name, chunk in self._chunks.items():
+            chunk.load_state_dict(state[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.num_steps = 0  # Megatron adds the saved number to it
+        self._schedule.load_state_dict(state["schedule"])
 
 
 class Saving:
@@ -165,9 +215,9 @@ class Saving:
         return {**self._tensors.written, rng_file.relative_to(self._folder).as_posix(): file.entry()}
 
 
-def _has_reference(path: str) -> bool:
-    return any(name.startswith(SAVED_PREFIX) for name in dist_checkpointing.load_tensors_metadata(path))
-
-
 def _rng_file(folder: Path) -> Path:
     return folder / "rng" / f"rank-{torch.distributed.get_rank()}.pt"
+
+
+def _has_reference(path: str) -> bool:
+    return any(name.startswith(SAVED_PREFIX) for name in dist_checkpointing.load_tensors_metadata(path))

@@ -186,10 +186,13 @@ class Trainer:
 
     def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """[T] per sample, in the order of the replicas' shards."""
+        return self._of_tokens("token_logprobs", batch)
+
+    def _of_tokens(self, method: str, batch: TrainBatch) -> list[NDArray[np.float32]]:
         shards = shard_batch(batch, ranks=self.layout.data, steps=1)
-        answers = self.call("token_logprobs", self._by_rank(shards))
-        logprobs = [answers[self.layout.reporter(data)] for data in range(self.layout.data)]
-        return [array for replica in logprobs for array in replica]
+        answers = self.call(method, self._by_rank(shards))
+        of_replicas = [answers[self.layout.reporter(data)] for data in range(self.layout.data)]
+        return [array for replica in of_replicas for array in replica]
 
     def _by_rank(self, shards: Sequence[Shard]) -> list[Shard]:
         ranks = range(self.layout.world_size)
@@ -198,6 +201,22 @@ class Trainer:
     def steps(self) -> list[Step]:
         """The optimizer steps of the first replica since the last call."""
         return self.each("steps")[0]
+
+    def critic_steps(self) -> list[Step]:
+        """As `steps`, of the critic; its value head has the name "value_head"."""
+        answers = self.each("critic_steps")
+        whole: list[Step] = []
+        for body, head in zip(answers[0], answers[self.layout.reporter(0)], strict=True):
+            whole.append(Step(gradients=body.gradients | head.gradients, weights=body.weights | head.weights))
+        return whole
+
+    def critic_weights(self) -> Arrays:
+        answers = self.each("critic_weights")
+        return answers[0] | answers[self.layout.reporter(0)]
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """As `token_logprobs`: the critic's values."""
+        return self._of_tokens("token_values", batch)
 
     def optimizer_state(self, name: str) -> Arrays:
         """Of the first replica: Adam's moment "exp_avg" or "exp_avg_sq" of every parameter."""
@@ -221,20 +240,30 @@ class RankProcess:
 
         device.prepare()
         import invrl.train.rank  # noqa: F401  Megatron too is imported once, for all children
-        from invrl.train import step
+        from invrl.train import critic, step
 
         apply = step.apply_gradients
         self._apply = apply
         self._steps: list[Step] = []
 
         def recording(optimizer: Any) -> float:
-            self._share_gradients()
+            self._share_gradients(self._rank._step.chunks)
             gradients = self._by_name(lambda parameter: parameter.main_grad)
             norm = apply(optimizer)
             self._steps.append(Step(gradients=gradients, weights=self.weights()))
             return norm
 
+        def recording_critic(optimizer: Any) -> float:
+            self._share_gradients(self._rank._step.critic.chunks)
+            gradients = self._of_critic(lambda parameter: parameter.main_grad)
+            norm = apply(optimizer)
+            self._critic_steps.append(Step(gradients=gradients, weights=self.critic_weights()))
+            return norm
+
         step.apply_gradients = recording
+        critic.apply_gradients = recording_critic
+        self._critic_steps: list[Step] = []
+        self._critic_parts: Any = None
         self._rank: Any = None
         self._listener: Any = None
 
@@ -254,13 +283,28 @@ class RankProcess:
         own = self._rank._weights._own_parameters
         return {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
 
-    def _share_gradients(self) -> None:
+    def _of_critic(self, of: Callable[[Any], Any]) -> Arrays:
+        """By Hugging Face name, on the first rank of each replica; the head where it is."""
+        import torch
+
+        from invrl.train.critic_model import VALUE_HEAD
+
+        own = dict(self._critic_parts._own_parameters)
+        head = own.pop(VALUE_HEAD, None)
+        values = {name: of(tensor) for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
+        tensors = self._critic_parts.export(torch.float32, values)
+        arrays = {name: tensor.numpy().copy() for name, tensor in tensors}
+        if head is not None:
+            arrays["value_head"] = of(head).detach().float().numpy().copy()
+        return arrays
+
+    def _share_gradients(self, chunks: Sequence[Any]) -> None:
         """The distributed optimizer leaves each data-parallel rank with its own share of the sums."""
         import torch
 
         if not self._is_sharded():
             return
-        for buffer in self._buffers():
+        for buffer in self._buffers(chunks):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shares = list(bucket.grad_data.chunk(group.size()))
@@ -269,8 +313,7 @@ class RankProcess:
     def _is_sharded(self) -> bool:
         return self._rank._step.chunks[0].ddp_config.use_distributed_optimizer
 
-    def _buffers(self) -> list[Any]:
-        chunks = self._rank._step.chunks
+    def _buffers(self, chunks: Sequence[Any]) -> list[Any]:
         return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def buckets(self, _: None) -> int:
@@ -292,7 +335,11 @@ class RankProcess:
                     share = part._get_model_param_range_map(parameter)["param"]
                     own = part._get_main_param_and_optimizer_states(parameter)[name]
                     state[share.start : share.end] = own.view(-1)
-            [buffer] = [buffer for buffer in self._buffers() if parameter in buffer.param_index_map]
+            [buffer] = [
+                buffer
+                for buffer in self._buffers(self._rank._step.chunks)
+                if parameter in buffer.param_index_map
+            ]
             torch.distributed.all_reduce(state, group=buffer.data_parallel_group)
             return state.view(parameter.shape)
 
@@ -375,6 +422,12 @@ class RankProcess:
 
         settings, port = given
         self._rank = TrainRank(settings, port, self._listener if settings.rank == 0 else None)
+        if self._rank._step.critic is not None:
+            from invrl.train.critic_model import critic_shape
+            from invrl.train.weights import ReplicaWeights
+
+            shape = critic_shape(self._rank._config)
+            self._critic_parts = ReplicaWeights(self._rank._step.critic.models, shape, settings.layout)
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
         """Sets constants of modules of `invrl.train` ("packing.DENSE_TREE_TOKENS"); gives those that they
@@ -397,6 +450,13 @@ class RankProcess:
         steps, self._steps[:] = list(self._steps), []
         return steps
 
+    def critic_steps(self, _: None) -> list[Step]:
+        steps, self._critic_steps[:] = list(self._critic_steps), []
+        return steps
+
+    def critic_weights(self, _: None = None) -> Arrays:
+        return self._of_critic(lambda parameter: parameter)
+
     def weights(self, _: None = None) -> Arrays:
         return self._by_name(lambda parameter: parameter)
 
@@ -408,6 +468,12 @@ class RankProcess:
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         return self._rank.token_logprobs(shard)
+
+    def token_values(self, shard: Shard) -> list[NDArray[np.float32]]:
+        step = self._rank._step
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        [values] = step.critic.values([step._pack(step.masks.rows(samples))])
+        return values
 
     def export(self, path: str) -> FileEntries:
         return self._rank.export_hugging_face(path)

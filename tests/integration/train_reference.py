@@ -48,7 +48,7 @@ class Reference:
 
     def distributions(self, tokens_T: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probs [T-1, vocabulary] of what comes after each token but the last; with gradient."""
-        with _float64_everywhere():
+        with float64_everywhere():
             logits_TV = self.model(tokens_T[None]).logits[0, :-1] / temperature
         return logits_TV.log_softmax(-1)
 
@@ -126,7 +126,7 @@ def _saved_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 
 @contextmanager
-def _float64_everywhere() -> Iterator[None]:
+def float64_everywhere() -> Iterator[None]:
     """transformers computes norms, angles, attention's softmax and routers in float32, whatever the weights
     are. Here what asks for float32 gets float64."""
     with pytest.MonkeyPatch.context() as patch:

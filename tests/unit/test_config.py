@@ -194,7 +194,29 @@ def test_the_tree_is_frozen() -> None:
             "buffer.group_filter", "a group of one", "--group-filter none",
         ),
         (["--advantage", "pass_at_k", "--pass-at-k", "8"], "algorithm.pass_at_k", "below", "--pass-at-k"),
-        (["--advantage", "gae"], "algorithm.advantage", "critic", "reinforce_pp"),
+        (["--critic-lr", "1e-4"], "train.critic_lr", "no critic", "add --advantage gae"),
+        (["--value-clip", "0"], "algorithm.value_clip", "no critic", "leave --value-clip out"),
+        (["--critic-model-path", "x"], "model.critic_model_path", "no critic", "--advantage gae"),
+        (["--gae-lambda", "0.9", "--advantage", "rloo"], "algorithm.gae_lambda", "'rloo'", "gae"),
+        (
+            ["--advantage", "gae", "--value-targets", "vtrace", "--correction", "truncated"],
+            "algorithm.correction", "old/rollout already", "--correction none",
+        ),
+        (
+            [
+                "--advantage", "gae", "--value-targets", "vtrace", "--correction", "none",
+                "--old-logprobs", "engine",
+            ],
+            "algorithm.value_targets", "--old-logprobs engine", "recompute",
+        ),
+        (
+            ["--advantage", "gae", "--vtrace-c-cap", "2"],
+            "algorithm.vtrace_c_cap", "not vtrace", "--value-targets vtrace",
+        ),
+        (
+            ["--advantage", "gae", "--critic-warmup-steps", "4", "--num-steps", "4"],
+            "train.critic_warmup_steps", "never learn", "--num-steps",
+        ),
         (["--discount", "0.9"], "algorithm.discount", "added up", "--turn-reward-use add"),
         (["--reward-columns", "progress"], "algorithm.reward_columns", "no rewards of tokens", "gae"),
         (
@@ -204,10 +226,6 @@ def test_the_tree_is_frozen() -> None:
         (
             ["--advantage", "gae", "--reward-columns", "progress", "--extra-columns", "progress:rollout"],
             "algorithm.reward_columns", "of tokens or turns", "--extra-columns progress:token",
-        ),
-        (
-            ["--advantage", "gae", "--reward-columns", "progress", "--extra-columns", "progress:turn"],
-            "algorithm.advantage", "critic", "reinforce_pp",
         ),
         (["--overlong-length", "99"], "algorithm.overlong_length", "is 0", "--overlong-buffer"),
         (["--overlong-penalty", "2"], "algorithm.overlong_penalty", "overlong_buffer, is 0", "leave"),

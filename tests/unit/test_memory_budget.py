@@ -29,6 +29,7 @@ def budget(
     *,
     on_cuda: bool = False,
     frozen_models: int = 0,
+    has_critic: bool = False,
     megatron: Mapping[str, object] | None = None,
     copies_checkpoints: bool = False,
     **train: object,
@@ -37,6 +38,7 @@ def budget(
         TrainConfig.model_validate(train),
         model,
         frozen_models=frozen_models,
+        has_critic=has_critic,
         served_dtype="bfloat16",
         megatron=megatron or {},
         copies_checkpoints=copies_checkpoints,
@@ -63,6 +65,30 @@ def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path)
     assert half.copy == 0
     assert half.total == pytest.approx(sum(parts))
     assert str(half).startswith(f"{half.total / 1e9:.2f} GB a rank (weights ")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_is_a_second_model_without_the_projection(tmp_path: Path, tied: bool) -> None:
+    """Whether the policy's projection is its own or the embedding, and however many stages there are."""
+    folder = make_tiny_model(tmp_path / "model", tie_embeddings=tied)
+    size = ModelSize.of(folder, read_hf_config(folder))
+    of_critic = size.total - (0 if tied else size.vocabulary)
+    alone = estimated(folder)
+    both = estimated(folder, has_critic=True)
+    assert both.weights - alone.weights == 2 * of_critic
+    assert both.gradients - alone.gradients == 4 * of_critic
+    assert both.optimizer - alone.optimizer == 12 * of_critic
+    assert both.step == alone.step
+    assert both.staging == alone.staging
+    stages = zip(
+        budget(folder, pipeline_model_parallel_size=2, has_critic=True).stages(),
+        budget(folder, pipeline_model_parallel_size=2).stages(),
+        strict=True,
+    )
+    assert sum(with_critic.weights - without.weights for with_critic, without in stages) == 2 * of_critic
+    copies = budget(folder, copies_checkpoints=True).copy_bytes
+    both_copies = budget(folder, copies_checkpoints=True, has_critic=True).copy_bytes
+    assert both_copies - copies == (2 + 12) * of_critic
 
 
 def test_ranks_divide_what_they_share(model: Path) -> None:

@@ -79,6 +79,7 @@ CHECKS = (
         "reference model", model_checks.check_reference, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL
     ),
     _of_settings("teacher", model_checks.check_teacher, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
+    _of_settings("critic", model_checks.check_critic, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
     _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
     Check(
         name="engine for the model",

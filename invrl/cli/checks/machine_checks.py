@@ -237,6 +237,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             config.train,
             config.model.folder,
             frozen_models=needs_of(config.algorithm).reference + bool(config.model.teacher_model_path),
+            has_critic=needs_of(config.algorithm).values,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
             copies_checkpoints=config.run.async_checkpoints,

@@ -54,7 +54,18 @@ def check_reference(config: Config) -> str:
         return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
-    return _check_other_weights(config, "model.reference_model_path", given, config.model.reference_folder)
+    return _check_like_policy(config, "model.reference_model_path", given, config.model.reference_folder)
+
+
+def check_critic(config: Config) -> str:
+    """The critic is another model of the policy's shape, whose tokens mean the same."""
+    given = config.model.critic_model_path
+    if not needs_of(config.algorithm).values:
+        return "none: the objective does not need it"
+    if not given:
+        return "begins as the model of model_path"
+    _check_like_policy(config, "model.critic_model_path", given, config.model.critic_folder)
+    return f"begins as the model of {config.model.critic_folder}"
 
 
 def check_teacher(config: Config) -> str:
@@ -67,7 +78,7 @@ def check_teacher(config: Config) -> str:
     if folder is not None:
         given = config.model.teacher_model_path
         advice = " (a teacher of another shape can be served: --teacher-url)"
-        return _check_other_weights(config, "model.teacher_model_path", given, folder, advice)
+        return _check_like_policy(config, "model.teacher_model_path", given, folder, advice)
     teacher = open_teacher(config)
     if teacher is None:
         return "none"
@@ -75,8 +86,9 @@ def check_teacher(config: Config) -> str:
     return f"{model_name} at {config.model.teacher_url}"
 
 
-def _check_other_weights(config: Config, field: str, given: str, folder: Path, advice: str = "") -> str:
-    """Raises ConfigError unless the folder has weights that can stand in the place of the trained ones."""
+def _check_like_policy(config: Config, field: str, given: str, folder: Path, advice: str = "") -> str:
+    """Says where the weights are. Raises ConfigError unless the folder is sound, and its model has the
+    policy's shape and the same tokens. `given`: the value of the field."""
     from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
     from invrl.run.checkpoint import check_served
     from invrl.train.families.registry import FAMILIES
