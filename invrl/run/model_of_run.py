@@ -17,6 +17,7 @@ def with_models_of_runs(config: Config) -> Config:
     for name, folder in (
         ("model_path", model.folder),
         ("reference_model_path", model.reference_folder),
+        ("critic_model_path", model.critic_folder),
     ):
         path = getattr(model, name)
         if not path or not is_run_folder(Path(path).expanduser().absolute()) or is_run_folder(folder):

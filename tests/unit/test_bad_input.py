@@ -234,14 +234,15 @@ def swapped_tokens(model: Path) -> None:
         (swapped_tokens, "token 1", "the same model"),
     ],
 )
-def test_a_reference_that_is_not_the_same_model_with_other_weights(
+def test_a_reference_or_critic_that_is_not_the_same_model_with_other_weights(
     refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
 ) -> None:
     spoil(model)
-    block = refused("--reference-model-path", str(model), "--kl-coef", "0.1")
-    assert (block["where"], block["value"]) == ("model.reference_model_path", repr(str(model)))
-    assert reason in block["reason"]
-    assert fix in block["fix"]
+    for name, others in (("reference", ("--kl-coef", "0.1")), ("critic", ("--advantage", "gae"))):
+        block = refused(f"--{name}-model-path", str(model), *others)
+        assert (block["where"], block["value"]) == (f"model.{name}_model_path", repr(str(model)))
+        assert reason in block["reason"]
+        assert fix in block["fix"]
 
 
 def test_a_reference_that_nothing_asks_for(refused: Refused, model: Path) -> None:

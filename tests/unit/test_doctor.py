@@ -412,7 +412,14 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     findings = by_check(diagnose(plot.arguments, plot.machine))
     assert findings["model folder"][0].status is FAILED
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
-    needing = ["trainable model", "reference model", "servable model", "engine for the model", "row length"]
+    needing = [
+        "trainable model",
+        "reference model",
+        "critic",
+        "servable model",
+        "engine for the model",
+        "row length",
+    ]
     beside = ["training data", "megatron options", "trainer kernels", "longest conversation"]
     assert skipped == ["chat template", *needing, *beside]
     assert cli.main(["doctor", *plot.arguments]) == 1

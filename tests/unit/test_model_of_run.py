@@ -29,8 +29,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def configuration(model: Path, reference: str = "") -> Config:
-    settings = {"model_path": str(model), "reference_model_path": reference}
-    tables = {"model": settings, "algorithm": {"kl_coef": 0.1}}
+    settings = {
+        "model_path": str(model),
+        "reference_model_path": reference,
+        "critic_model_path": reference,
+    }
+    tables = {"model": settings, "algorithm": {"kl_coef": 0.1, "advantage": "gae"}}
     return resolve(Source(name="test", tables=tables))
 
 
@@ -54,6 +58,7 @@ def test_the_model_is_settled_and_kept(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints/step-000004"
     assert config.model.model_path == str(checkpoint)
     assert config.model.reference_model_path == str(checkpoint)
+    assert config.model.critic_model_path == str(checkpoint)
     assert (checkpoint / KEEP_NAME).exists()
     shutil.copytree(checkpoint, run / "checkpoints/step-000006")
     assert config.model.folder == checkpoint / "hugging_face", "the other run goes on"

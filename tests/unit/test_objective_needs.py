@@ -85,3 +85,36 @@ def test_tables_of_ranks_are_joined_in_order_and_a_rank_may_have_no_row() -> Non
     assert joined.reference_M is not None
     assert joined.reference_M.tolist() == joined.numbers["chosen"].tolist() == [97, 98, 99]
     assert RowTable.joined([table("")]).group_ids == ()
+
+
+def with_values(inputs: object) -> None: ...
+
+
+with_values.needs = Needs(values=True)
+
+
+def test_the_critic_follows_from_the_advantage() -> None:
+    assert needs_of(AlgorithmConfig(advantage="gae")).values
+    assert not needs_of(AlgorithmConfig(advantage="grpo")).values
+    assert not needs_of(AlgorithmConfig(advantage="gae")).reference
+    with_kl = AlgorithmConfig(advantage="gae", kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    assert needs_of(with_kl).reference
+
+
+def test_an_objective_of_the_users_names_the_values_that_its_advantages_need() -> None:
+    config = of_this_file("with_values")
+    assert needs_of(config).values
+    with_gae = config.model_copy(update={"advantage": "gae"})
+    assert needs_of(with_gae).values
+    assert not needs_of(with_gae).reference
+    in_rewards = with_gae.model_copy(update={"kl_coef": 0.1, "kl_in": "reward"})
+    assert needs_of(in_rewards).reference
+    with pytest.raises(PluginError, match=r"(?s)--advantage gae needs a critic.*Needs\(values=True"):
+        needs_of(of_this_file("with_needs").model_copy(update={"advantage": "gae"}))
+
+
+def test_the_critics_lambda_follows_the_policys() -> None:
+    assert AlgorithmConfig(gae_lambda=0.7).critic_gae_lambda == 0.7
+    assert AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
+    vapo = AlgorithmConfig(algorithm_preset="vapo")
+    assert (vapo.critic_gae_lambda, vapo.gae_length_alpha) == (1.0, 0.05)

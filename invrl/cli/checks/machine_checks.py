@@ -282,13 +282,13 @@ def _weight_bytes(config: Config) -> int:
 
 def check_disk(config: Config, machine: Machine) -> str:
     """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32 weights and two moments:
-    8 times the bfloat16 weights. A new one is written beside those that are kept (`keep_checkpoints` 0: every
-    one is kept, so their number is not known; two are counted)."""
+    8 times the bfloat16 weights; a critic adds 7 times its own. A new one is written beside those that are
+    kept (`keep_checkpoints` 0: every one is kept, so their number is not known; two are counted)."""
     root = Path(config.run.run_root).expanduser().absolute()
     while not root.is_dir() and root != root.parent:
         root = root.parent
     free = psutil.disk_usage(str(root)).free
-    checkpoint = 8 * _weight_bytes(config)
+    checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(config)
     checkpoints = (config.run.keep_checkpoints or 1) + config.run.keep_best + 1
     needed = checkpoints * checkpoint + _GB
     value = (
