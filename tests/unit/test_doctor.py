@@ -415,6 +415,7 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     needing = [
         "trainable model",
         "reference model",
+        "teacher",
         "critic",
         "servable model",
         "engine for the model",
