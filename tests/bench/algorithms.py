@@ -34,10 +34,17 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "gspo": ("--algorithm-preset", "gspo"),
     "cispo": ("--algorithm-preset", "cispo"),
     "rloo": ("--algorithm-preset", "rloo"),
-    "ppo": ("--algorithm-preset", "ppo"),
+    "ppo": (
+        *("--algorithm-preset", "ppo", "--gae-lambda", "1", "--critic-gae-lambda", "1"),
+        *("--critic-lr", "1e-4", "--critic-warmup-steps", "2", "--num-steps", "16"),
+    ),
     "decoupled_ppo": ("--algorithm-preset", "decoupled_ppo", "--max-staleness", "2"),
+    "distillation": ("--objective", "distillation"),
 }
-"""Flags of each, after those that all runs share."""
+"""Flags of each, after those that all runs share. The teacher of distillation is the model that the run of
+grpo made."""
+_NOT_FLIPPED = ("ppo", "distillation")
+"""Their advantages are no function of a group's rewards, so no setting flips their sign."""
 _ADVANTAGE = {"rloo": "rloo"}
 """The built-in advantage whose sign is flipped; grpo where none is named."""
 
@@ -62,6 +69,9 @@ class Outcome:
 def run(algorithm: str, shared: tuple[str, ...], root: Path, *, flipped: bool) -> Outcome:
     """Raises RuntimeError for a run that fails or does not report its gain."""
     flags = (*shared, *ALGORITHMS[algorithm])
+    if algorithm == "distillation":
+        [*_, teacher] = sorted((root / "grpo" / "checkpoints").glob("step-*"))
+        flags += ("--teacher-model-path", str(teacher))
     if flipped:
         flags += ("--advantage", f"{_FLIPPED}:{_ADVANTAGE.get(algorithm, 'grpo')}")
     name = f"{algorithm}-flipped" if flipped else algorithm
@@ -100,7 +110,8 @@ def main() -> int:
     all_right = True
     with tempfile.TemporaryDirectory(prefix="invrl-algorithms-") as root:
         for algorithm in options.algorithms:
-            for flipped in (False,) if options.no_flipped else (False, True):
+            controls = () if options.no_flipped or algorithm in _NOT_FLIPPED else (True,)
+            for flipped in (False, *controls):
                 outcome = run(algorithm, shared, Path(root), flipped=flipped)
                 all_right &= outcome.as_it_should
                 outcomes.append({**asdict(outcome), "as_it_should": outcome.as_it_should})
