@@ -8,6 +8,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import TEACHER_COLUMN
+from invrl.algorithms.old_policy import old_logprobs
 from invrl.errors import TrainError
 
 
@@ -34,11 +35,7 @@ def distillation_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput
                 f"distillation: rows have no column {TEACHER_COLUMN!r} with the teacher's log-probs"
             )
         teacher_N = inputs.rollout_N  # no token
-    if config.old_logprobs == "engine":
-        old_N = inputs.rollout_N
-    else:
-        old_N = inputs.current_N if inputs.old_N is None else inputs.old_N
-    reverse_kl_N = (old_N - teacher_N).detach()
+    reverse_kl_N = old_logprobs(inputs, config.old_logprobs) - teacher_N
     outputs = policy_loss(replace(inputs, advantages_N=-reverse_kl_N), config)
     with torch.no_grad():
         means = {"reverse_kl": reverse_kl_N, "teacher_logprob": teacher_N}

@@ -406,8 +406,17 @@ def _teacher(config: Config) -> Contradictions:
     if not given and not config.run.debug_train_only:
         fix = "give --teacher-model-path FOLDER, or --teacher-url URL of an SGLang server"
         yield "algorithm.objective", "distillation needs a teacher", fix
-    if not model.teacher_url:
-        return
+    if model.teacher_url:
+        yield from _teacher_server(config)
+    if config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
+        reason = (
+            "it drops groups whose rewards are equal, and distillation learns from them as from any other"
+        )
+        yield "buffer.group_filter", reason, "add --group-filter none"
+
+
+def _teacher_server(config: Config) -> Contradictions:
+    model = config.model
     reason = _fault_of_teacher_url(model.teacher_url)
     if reason:
         yield "model.teacher_url", reason, "give it as http://10.0.0.5:30000"

@@ -29,7 +29,10 @@ from invrl.run.folder import make_run_folder
 from invrl.train.families.registry import FAMILIES
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
-TAUGHT = ("--objective", "distillation", "--teacher-url", "http://127.0.0.1:9")
+TAUGHT = (
+    *("--objective", "distillation", "--teacher-url", "http://127.0.0.1:9"),
+    *("--group-filter", "none"),
+)
 AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
 Edit = Callable[[Path], object]
 
@@ -391,6 +394,12 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         ),
         (["--objective", "dpo"], "data.data_path", "trains on a file", "--data-path FILE.jsonl"),
         (["--objective", "distillation"], "algorithm.objective", "needs a teacher", "--teacher-url"),
+        (
+            ["--objective", "distillation", "--teacher-model-path", "/m"],
+            "buffer.group_filter",
+            "groups whose rewards are equal",
+            "--group-filter none",
+        ),
         (["--simpo-gamma", "1"], "algorithm.simpo_gamma", "only simpo", "--objective"),
         (
             ["--teacher-url", "http://10.0.0.5:30000"],
