@@ -14,9 +14,9 @@ RolloutUse = Literal["train", "baseline", "leave_out"]
 DEFAULT_PASS_AT_K = 4
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "reinforce_pp_baseline")
 """Advantages that are 0 in a group of one."""
-TOKEN_LEVEL = ("gae",)
+FROM_VALUES = ("gae",)
 """Advantages that the trainer computes, from the rewards of tokens and a critic's values."""
-WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *TOKEN_LEVEL)
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
 """Advantages that are whitened over tokens if nothing else is set."""
 
 PRESETS: dict[str, dict[str, str | float]] = {
@@ -87,7 +87,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_in": "reward",
         "num_minibatches": 2,
     },
-    # arXiv 2501.03262, table 1. The paper's KL is in the reward before whitening; ours is subtracted after.
+    # arXiv 2501.03262, eq. 4 and 5, and table 1
     "reinforce_pp": {
         "advantage": "reinforce_pp",
         "eps_clip_low": 0.2,
@@ -479,14 +479,21 @@ class AlgorithmConfig(Section):
         return self.advantage_whitening
 
     @property
-    def token_level(self) -> bool:
-        """Whether the trainer computes the advantages."""
-        return self.advantage in TOKEN_LEVEL
+    def has_critic(self) -> bool:
+        """Whether the advantages are computed from the values of a critic."""
+        return self.advantage in FROM_VALUES
 
     @property
     def kl_in_token_rewards(self) -> bool:
         """Whether the KL enters the rewards from which the trainer computes advantages."""
-        return self.token_level and self.kl_in == "reward" and self.kl_coef > 0
+        is_added = self.kl_in == "reward" and self.kl_coef > 0
+        return is_added and (self.has_critic or self.advantage == "reinforce_pp")
+
+    @property
+    def token_level(self) -> bool:
+        """Whether the trainer computes the advantages: from values, or because the KL is in the rewards that
+        are whitened (REINFORCE++)."""
+        return self.has_critic or self.kl_in_token_rewards
 
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""

@@ -71,7 +71,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
             return Needs(
                 old=config.old_logprobs == "recompute",
                 reference=config.kl_coef > 0,
-                values=config.token_level,
+                values=config.has_critic,
             )
         case "distillation":
             recomputed = config.old_logprobs == "recompute"
@@ -85,7 +85,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
         case "kto":
             return Needs(reference=True, row_table=True, mismatched_rows=True)
     needs = _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
-    if config.token_level and not needs.values:
+    if config.has_critic and not needs.values:
         reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
         fix = "declare Needs(values=True, ...), or use an advantage without a critic (--advantage grpo)"
         raise PluginError("objective", config.objective, reason, fix)

@@ -464,10 +464,10 @@ _OF_THE_CRITIC = {
 
 def _critic(config: Config) -> Contradictions:
     algorithm = config.algorithm
-    if algorithm.token_level and algorithm.objective in ON_FILES:
+    if algorithm.has_critic and algorithm.objective in ON_FILES:
         reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
         yield "algorithm.advantage", reason, "leave --advantage out, or use --objective rl"
-    if not algorithm.token_level and is_built_in(algorithm.objective):
+    if not algorithm.has_critic and is_built_in(algorithm.objective):
         for table, names in _OF_THE_CRITIC.items():
             section = getattr(config, table)
             for name in names:

@@ -1,4 +1,5 @@
-"""Advantages and returns of a batch from its rewards, the critic's values and the policies' log-probs.
+"""Advantages and returns of a batch from its tokens' rewards, the policies' log-probs and the values of the
+critic, if there is one.
 
 The formulas are those of `algorithms/token_advantages.py`; here they meet the batch of a rank. Advantages are
 whitened over all mini-batches of the batch and over the data-parallel ranks, so they depend neither on the
@@ -42,14 +43,15 @@ class Credit:
 
 def credit(
     shard: Shard,
-    values: Sequence[SampleNumbers],
+    values: Sequence[SampleNumbers] | None,
     *,
     old: Sequence[SampleNumbers],
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
 ) -> Credit:
-    """One entry per mini-batch each. `old`: log-probs under the old policy; read for V-trace and for the KL
-    in the reward. The data-parallel ranks call it together."""
+    """One entry per mini-batch each. `values`: None without a critic, and the advantage of a token then is
+    the discounted sum of the rewards from it on. `old`: log-probs under the old policy; read for V-trace and
+    for the KL in the reward. The data-parallel ranks call it together."""
     credit_by_step: list[list[TokenCredit]] = []
     kl = Mean(0.0, 0.0)
     for at, mini_batch in enumerate(shard):
@@ -61,10 +63,15 @@ def credit(
                 kl_T = _divergence(sample, old[at][index], frozen[index], config)
                 rewards_T = rewards_T - config.kl_coef * kl_T
                 kl += Mean(float(kl_T.sum()), int(sample.loss_mask_T.sum()))
-            of_step.append(_of_row(sample, rewards_T, values[at][index], old[at][index], config))
+            if values is None:
+                of_step.append(_without_values(sample, rewards_T, config))
+            else:
+                of_step.append(_of_row(sample, rewards_T, values[at][index], old[at][index], config))
         credit_by_step.append(of_step)
     returns = [[of_row.returns_T.astype(np.float32) for of_row in of_step] for of_step in credit_by_step]
-    metrics = _fit_of_values(shard, values, credit_by_step)
+    metrics: dict[str, Metric] = {}
+    if values is not None:
+        metrics = _fit_of_values(shard, values, credit_by_step)
     if config.kl_in_token_rewards:
         metrics["kl_in_reward"] = kl
     if config.token_level:
@@ -94,6 +101,21 @@ def _divergence(
     bound = config.kl_clamp or math.inf
     kl_T = estimate(config.kl_estimator, policy_T, reference_T, sampled_T).clamp(-bound, bound)
     return np.where(sample.loss_mask_T, kl_T.numpy(), 0.0)
+
+
+def _without_values(
+    sample: TrainSample, rewards_T: NDArray[np.float64], config: AlgorithmConfig
+) -> TokenCredit:
+    """REINFORCE++'s, before whitening (arXiv 2501.03262, eq. 4): with lambda = 1 and values of 0 GAE is the
+    discounted return."""
+    return gae(
+        rewards_T,
+        np.zeros(len(rewards_T), np.float32),
+        sample.loss_mask_T,
+        discount=config.discount,
+        policy_lambda=1.0,
+        critic_lambda=1.0,
+    )
 
 
 def _of_row(

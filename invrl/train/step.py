@@ -387,18 +387,23 @@ class TrainStep:
         reference_by_step: Sequence[SampleNumbers | None],
         seconds: dict[str, float],
     ) -> _Judged:
-        """What the critic says of a batch before the batch's first optimizer step. Without a critic the batch
-        stays as it is."""
-        if self.critic is None or not packed:
-            return _Judged(shard=shard, targets=[None] * len(shard), metrics={})
-        with _timed(seconds, "values"):
-            values = self.critic.values(packed)
+        """Advantages and the critic's targets, before the batch's first optimizer step. The batch stays as it
+        is where its advantages were computed when it was taken."""
+        no_targets = [None] * len(shard)
+        if (self.critic is None and not self.algorithm.token_level) or not packed:
+            return _Judged(shard=shard, targets=no_targets, metrics={})
+        values = None
+        if self.critic is not None:
+            with _timed(seconds, "values"):
+                values = self.critic.values(packed)
         before = [
             old if old is not None else self._logprobs_before(mini_batch, part, seconds)
             for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True)
         ]
         with timed(seconds, "objective"):
             judged = credit(shard, values, old=before, reference=reference_by_step, config=self.algorithm)
+        if values is None:
+            return _Judged(shard=judged.shard, targets=no_targets, metrics=judged.metrics)
         targets = [
             Targets(old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens)
             for mini_batch, values_of_step, returns in zip(shard, values, judged.returns, strict=True)

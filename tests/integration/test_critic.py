@@ -213,6 +213,46 @@ def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: Par
         assert gap < BOUND, f"policy, step {at}: {name}"
 
 
+REINFORCE = AlgorithmConfig(
+    advantage="reinforce_pp",
+    correction="none",
+    dual_clip=0.0,
+    kl_coef=0.05,
+    kl_estimator="k1",
+    kl_in="reward",
+    kl_clamp=0.0,
+    discount=0.9,
+)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["one process"], LAYOUTS["DP"]], ids=["one process", "DP"])
+def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
+    pool: RankPool, model: Path, layout: ParallelLayout
+) -> None:
+    """No critic: discounted returns of the tokens' rewards less the KL, whitened over the batch (arXiv
+    2501.03262, eq. 4 and 5). Of a second batch, where the policy is no longer the reference."""
+    trainer = pool.build(model, layout=layout, train=EXACT, algorithm=REINFORCE)
+    first, batch = BATCHES[0], BATCHES[1]
+    trainer.train(first, steps=2)
+    policy_start = trainer.steps()[-1].weights
+    metrics = resolve(trainer.train(batch, steps=2))
+    assert metrics["kl_in_reward"] != 0
+    policy, initial = Reference(model, policy_start), Reference(model)
+    no_values = [np.zeros(int(sample.loss_mask_T.sum())) for sample in batch.samples]
+    returns_alone = REINFORCE.model_copy(update={"gae_lambda": 1.0})
+    credited, _ = exact_credit(batch, no_values, policy, initial, returns_alone)
+    steps = trainer.steps()
+    assert len(steps) == 2
+    without_kl = REINFORCE.model_copy(update={"kl_coef": 0.0})
+    for at, mini in enumerate(mini_batches(credited, 2)):
+        policy_now = Reference(model, steps[0].weights) if at else policy
+        old = policy.frozen_logprobs(mini.samples) if at else None
+        gap, name = worst(
+            steps[at].gradients, policy_now.gradients(mini, without_kl, old=old, reference=None)
+        )
+        assert gap < BOUND, f"step {at}: {name}"
+
+
 def without_head(gradients: Tensors) -> Tensors:
     """Of the critic, which has no projection to the vocabulary."""
     return {name: gradient for name, gradient in gradients.items() if name != "lm_head.weight"}
