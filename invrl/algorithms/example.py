@@ -1,4 +1,4 @@
-"""A small example on which a user's surrogate is tried before any process starts.
+"""A small example on which a user's surrogate or objective is tried before any process starts.
 
 Imported only where there is such a function: it needs torch.
 """
@@ -7,6 +7,7 @@ import torch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.objectives import check_outputs, is_built_in, needs_of, objective_of
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
@@ -50,6 +51,46 @@ def try_surrogate(config: AlgorithmConfig) -> None:
     if not torch.isfinite(gradient_N).all():
         reason = f"for {len(ratio_N)} random tokens it has a gradient of {_first_bad(gradient_N)}"
         raise PluginError("policy_loss", name, reason, fix)
+
+
+def try_objective(config: AlgorithmConfig) -> None:
+    """Calls a user's objective once, with three rows of random numbers, and computes its gradient. One that
+    compares rows is not called: its `couple` needs the run's own groups.
+
+    Raises PluginError as `try_surrogate`, and where it returns something else than a loss.
+    """
+    name = config.objective
+    if is_built_in(name) or needs_of(config).row_table:
+        return
+    inputs = example_inputs()
+    num_tokens = inputs.current_N.numel()
+    fix = "make it work for the inputs that the page on adding an objective lists"
+    try:
+        outputs = objective_of(config)(inputs)
+        check_outputs(name, outputs)
+        outputs.loss.backward()
+    except PluginError:
+        raise
+    except KeyError:
+        return
+    except Exception as error:
+        reason = f"called with {num_tokens} random tokens it raised {type(error).__name__}: {error}"
+        raise PluginError("objective", name, reason, fix) from error
+    if not torch.isfinite(outputs.loss):
+        reason = f"for {num_tokens} random tokens its loss is {outputs.loss.item()}"
+        raise PluginError("objective", name, reason, fix)
+    assert inputs.entropy_N is not None
+    gradients = [
+        gradient for gradient in (inputs.current_N.grad, inputs.entropy_N.grad) if gradient is not None
+    ]
+    if not gradients:
+        reason = "its loss does not depend on the model: it has no gradient"
+        fix = "compute it from inputs.current_N or inputs.entropy_N"
+        raise PluginError("objective", name, reason, fix)
+    for gradient_N in gradients:
+        if not torch.isfinite(gradient_N).all():
+            reason = f"for {num_tokens} random tokens it has a gradient of {_first_bad(gradient_N)}"
+            raise PluginError("objective", name, reason, fix)
 
 
 def example_inputs() -> LossInputs:

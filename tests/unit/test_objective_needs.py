@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.example import try_objective
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives import Needs, is_built_in, needs_of, objective_of
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import PluginError
@@ -64,6 +67,65 @@ def test_an_objective_of_the_users_needs_what_it_says() -> None:
 def test_an_objective_that_cannot_be_used_is_refused_by_name(name: str, reason: str) -> None:
     with pytest.raises(PluginError, match=f"(?s)objective.*{name}.*{reason}"):
         needs_of(of_this_file(name))
+
+
+def square(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=inputs.current_N.square().sum(), metrics={})
+
+
+def of_entropies(inputs: LossInputs) -> LossOutputs:
+    assert inputs.entropy_N is not None
+    return LossOutputs(loss=-inputs.entropy_N.sum(), metrics={})
+
+
+def of_a_column_of_the_run(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=(inputs.columns["process_reward"] * inputs.current_N).sum(), metrics={})
+
+
+def not_a_number(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=(inputs.current_N - 10).log().sum(), metrics={})
+
+
+def infinite_slope(inputs: LossInputs) -> LossOutputs:
+    zeros_N = inputs.current_N - inputs.current_N.detach()
+    return LossOutputs(loss=zeros_N.sqrt().sum(), metrics={})
+
+
+def per_token(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=inputs.current_N, metrics={})
+
+
+def constant(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=torch.tensor(1.0), metrics={})
+
+
+def of_the_old_policy(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss=inputs.advantages_N.clone().requires_grad_().sum(), metrics={})
+
+
+def raising(inputs: LossInputs) -> LossOutputs:
+    raise RuntimeError("shapes differ")
+
+
+@pytest.mark.parametrize("name", ["square", "of_entropies", "of_a_column_of_the_run"])
+def test_an_objective_is_tried_before_the_start(name: str) -> None:
+    try_objective(of_this_file(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("not_a_number", "random tokens its loss is nan"),
+        ("infinite_slope", "it has a gradient of"),
+        ("per_token", r"its loss is a tensor of shape \[9\], not a scalar"),
+        ("constant", "it has no gradient"),
+        ("of_the_old_policy", "does not depend on the model"),
+        ("raising", "it raised RuntimeError: shapes differ"),
+    ],
+)
+def test_an_objective_that_fails_when_tried_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(PluginError, match=f"(?s)objective.*{name}.*{reason}"):
+        try_objective(of_this_file(name))
 
 
 def table(group_ids: str, *, reference: bool = True) -> RowTable:

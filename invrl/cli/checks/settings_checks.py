@@ -104,9 +104,9 @@ def check_tasks(config: Config) -> object:
 
 def check_algorithm(config: Config) -> None:
     """Advantage, policy loss, objective and group filter: built in, or functions that can be called as such.
-    A policy loss of the user's is called once."""
+    A policy loss or objective of the user's is called once."""
     from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.objectives import needs_of
+    from invrl.algorithms.objectives import is_built_in, needs_of
     from invrl.algorithms.surrogates import SURROGATES, surrogate_function
     from invrl.buffer.group_filters import group_filter_function
 
@@ -118,6 +118,10 @@ def check_algorithm(config: Config) -> None:
         from invrl.algorithms.example import try_surrogate
 
         try_surrogate(config.algorithm)
+    if not is_built_in(config.algorithm.objective):
+        from invrl.algorithms.example import try_objective
+
+        try_objective(config.algorithm)
 
 
 def check_off_policy(config: Config) -> None:
