@@ -24,7 +24,6 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     FailedRollout,
     FinishReason,
-    Json,
     Outcome,
     Place,
     Purpose,
@@ -215,7 +214,7 @@ def _with_ids(
 
 def record_run(root: Path, *, model: Path | None = None, renderer: Renderer | None = None) -> RecordedRun:
     """An empty one in its first incarnation, at `root`/run. `renderer`: as in `RecordedRun`."""
-    tables: dict[str, dict[str, Json]] = {"run": {"run_root": str(root), "run_name": "run"}}
+    tables: dict[str, dict[str, str]] = {"run": {"run_root": str(root), "run_name": "run"}}
     if model is not None:
         tables["model"] = {"model_path": str(model)}
     config = resolve(Source(name="test", tables=tables))

@@ -1,14 +1,17 @@
 """The branches of a stored rollout with their messages and tokens: what a run with rollouts trains of it.
 
 Which branches and turns these are is decided where batches are made (`buffer/training_samples.py`), so that
-a file of conversations trains what the run would have trained."""
+a file of conversations trains what the run would have trained, with one exception: auxiliary conversations
+(titles, summaries) are always left out, whatever `gateway.train_auxiliary_roots` says."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
 from invrl.buffer.training_samples import rows_of
 from invrl.datasets.recorded_rows import RecordedBranch
+from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.types import Message, Tool
 from invrl.store.run_store import RunStore
 from invrl.types import TrainSample, Turn
@@ -25,9 +28,13 @@ def recorded_branches(store: RunStore, session_id: str) -> list[RecordedBranch]:
     for member in (session_id, *rollout.summary.child_rewards):
         for turn, messages, tools in store.recorded_turns(member):
             recorded[turn.id] = (turn, messages, tools)
-    continued = {turn.parent_id for turn, _, _ in recorded.values()}
+    turns = [turn for turn, _, _ in recorded.values()]
+    auxiliary = auxiliary_roots(turns, {turn.id for turn in turns if turn.delivered})
+    untrained_roots = (*rollout.summary.untrained_roots, *auxiliary)
+    of_main = replace(rollout, summary=replace(rollout.summary, untrained_roots=untrained_roots))
+    continued = {turn.parent_id for turn in turns}
     branches: list[RecordedBranch] = []
-    for row in rows_of(rollout):
+    for row in rows_of(of_main):
         is_whole = row.turn_ids[-1] not in continued
         branches.append(_branch(row, recorded, finished=is_whole))
     return branches

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +24,13 @@ from invrl.datasets.rows import load_rows
 from invrl.datasets.samples import RowTokenizer
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.types import Message
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.run_store import RunStore
-from invrl.types import TrainSample
+from invrl.types import Session, TrainSample, Turn
 
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}
+TOOLS = [CALC, SHELL]
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +71,8 @@ def samples_of_file(run: RecordedRun, renderer: Renderer, kind: Kind) -> list[Tr
 
 def recorded_samples(run: RecordedRun, rollout_id: str) -> list[TrainSample]:
     """What the run trains of the rollout."""
-    store = RunStore(run.folder.store_path)
-    try:
+    with contextlib.closing(RunStore(run.folder.store_path)) as store:
         return training_rows(store.rollout(rollout_id))
-    finally:
-        store.close()
 
 
 def assert_same_tokens(written: list[TrainSample], recorded: list[TrainSample]) -> None:
@@ -200,15 +199,15 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
 
 
 def test_of_the_groups_of_a_task_the_one_with_the_largest_difference_comes_first(run: RecordedRun) -> None:
-    for name, rewards in (("a", (0.5, 0.0)), ("a@1", (1.0, 0.0)), ("a@2", (1.0, 0.5))):
-        for index, reward in enumerate(rewards):
-            run.add(name, f"{name} {index}", reward, index=index)
+    rewards = {"a": (0.5, 0.0), "a@1": (1.0, 0.0), "a@2": (1.0, 0.5)}
+    for step, (name, of_group) in enumerate(rewards.items(), start=1):
+        for index, reward in enumerate(of_group):
+            run.add(name, f"{name} {index}", reward, index=index, step=step)
     assert export(run, "--pairs") == 0
     assert [row["task_id"] for row in rows(run)] == ["a@1"]
     assert export(run, "--pairs", "--best", "0", "--overwrite") == 0
-    assert [row["task_id"] for row in rows(run)] == ["a@1", "a", "a@2"] or [
-        row["task_id"] for row in rows(run)
-    ] == ["a@1", "a@2", "a"]
+    # Of equal differences, that of the newer weights.
+    assert [row["task_id"] for row in rows(run)] == ["a@1", "a@2", "a"]
     assert export(run, "--pairs", "--best", "0", "--min-reward", "0.75", "--overwrite") == 0
     assert {row["task_id"] for row in rows(run)} == {"a@1", "a@2"}
 
@@ -216,9 +215,7 @@ def test_of_the_groups_of_a_task_the_one_with_the_largest_difference_comes_first
 def test_a_side_that_cannot_be_written_gives_its_place_to_the_next(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for index, (reply, reward) in enumerate(
-        (("best", 1.0), ("good", 0.75), ("poor", 0.25), ("worst", 0.0))
-    ):
+    for index, (reply, reward) in enumerate((("best", 1.0), ("good", 0.75), ("poor", 0.25), ("worst", 0.0))):
         ending = "length" if reply in ("best", "worst") else "stop"
         run.add("a", reply, reward, index=index, group="g", ending=ending)
     assert export(run, "--pairs") == 0
@@ -320,81 +317,187 @@ def test_messages_that_were_not_recorded_or_are_no_text_of_the_ids_are_counted(
 # ------------------------------------------------------------------ what a gateway recorded
 
 
-async def recorded_by_gateway(run: RecordedRun, tmp_path: Path, renderer: Renderer, work) -> None:
-    """Runs `work(gateway)` with a gateway that writes into the run's store."""
+@pytest.fixture
+async def gateway(
+    run: RecordedRun, tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
+    """It writes into the run's store."""
     run.writer.close()
     folder = tmp_path / "gateway"
     folder.mkdir()
     changes = {"max_new_tokens": 256, "constrained": "skip", "store_path": str(run.folder.store_path)}
-    model = Path(json.loads(json.dumps(str(tmp_path))))
-    del model
-    async with running(folder, MODEL_OF[renderer], renderer, PARSERS, **changes) as gateway:
-        await work(gateway)
+    async with running(folder, model, renderer, PARSERS, **changes) as made:
+        yield made
 
 
-MODEL_OF: dict[Renderer, Path] = {}
-
-
-@pytest.fixture(autouse=True)
-def _model_of(model: Path, renderer: Renderer) -> None:
-    MODEL_OF[renderer] = model
-
-
-async def talk(gateway: Running, session, *asked: Mapping, **options) -> list[dict]:
-    """Asks the messages one after the other, with the replies between them."""
+async def ask(gateway: Running, session: Session, messages: list, **options: object) -> list:
+    """The messages with the reply to them."""
     client = gateway.client(session)
-    messages: list = []
-    for message in asked:
-        messages.append(message)
-        answer = await client.chat.completions.create(model="tiny", messages=messages, **options)
-        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-    return messages
+    answer = await client.chat.completions.create(model="tiny", messages=messages, **options)  # type: ignore[call-overload]
+    return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
 
 
-async def test_what_a_gateway_recorded_comes_back_with_the_ids_that_were_sampled(
-    run: RecordedRun, tmp_path: Path, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+async def exported(run: RecordedRun, *flags: str) -> int:
+    return await asyncio.to_thread(export, run, *flags)
+
+
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 12}}\n</tool_call>'
+
+
+async def test_a_tool_loop_comes_back_with_the_ids_that_were_sampled(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ids: list[str] = []
-    call = '<tool_call>\n{"name": "calc", "arguments": {"a": 12}}\n</tool_call>'
-
-    async def work(gateway: Running) -> None:
-        [session] = await gateway.open(task_id="loop")
-        say(gateway, renderer, "Let me see." + call, "It is 156.", "Yes, ünïcödé.")
-        client = gateway.client(session)
-        messages: list = [{"role": "system", "content": "Be brief."}, ASK]
-        answer = await client.chat.completions.create(model="tiny", messages=messages, tools=[CALC, SHELL])
-        reply = answer.choices[0].message
-        assert reply.tool_calls, reply
-        messages += [
-            reply.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "156"},
-        ]
-        answer = await client.chat.completions.create(model="tiny", messages=messages, tools=[CALC, SHELL])
-        messages += [answer.choices[0].message.model_dump(exclude_none=True), MORE]
-        await client.chat.completions.create(model="tiny", messages=messages, tools=[CALC, SHELL])
-        await gateway.finish(session)
-        ids.append(session.id)
-
-    await recorded_by_gateway(run, tmp_path, renderer, work)
-    assert await asyncio.to_thread(export, run) == 0
-    out = capsys.readouterr().out
-    assert "1  exactly the ids that were sampled" in out
+    [session] = await gateway.open()
+    say(gateway, renderer, "Let me see." + CALL, "It is 156.", "Yes, ünïcödé.")
+    messages = await ask(gateway, session, [{"role": "system", "content": "Be brief."}, ASK], tools=TOOLS)
+    [call] = messages[-1]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
+    messages = await ask(gateway, session, [*messages, result], tools=TOOLS)
+    await ask(gateway, session, [*messages, MORE], tools=TOOLS)
+    await gateway.finish(session)
+    assert await exported(run) == 0
+    assert "1  exactly the ids that were sampled" in capsys.readouterr().out
     [row] = rows(run)
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
-    [made] = row["messages"][2]["tool_calls"]
-    assert json.loads(made["function"]["arguments"]) == {"a": 12}
-    assert row["messages"][3]["tool_call_id"] == made["id"]
-    assert [tool["function"]["name"] for tool in row["tools"]] == ["calc", "shell"]
+    [written_call] = row["messages"][2]["tool_calls"]
+    assert json.loads(written_call["function"]["arguments"]) == {"a": 12}
+    assert row["messages"][3]["tool_call_id"] == written_call["id"]
+    assert row["tools"] == TOOLS
+    [written] = samples_of_file(run, renderer, "conversations")
+    assert_same_tokens([written], recorded_samples(run, session.id))
+    turns = turns_of(run, session)
+    assert len(turns) == 3
+    sampled_T = np.concatenate([turn.sampled_ids_T for turn in turns])
+    assert written.tokens_T[written.loss_mask_T].tolist() == sampled_T.tolist()
+
+
+async def test_a_call_that_the_template_writes_otherwise_is_left_out(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for task, reply in (("a", "\n" + CALL.replace(": 12", ":12")), ("b", "Sure." + CALL)):
+        [session] = await gateway.open(task_id=task, group_id=task)
+        say(gateway, renderer, reply)
+        assert (await ask(gateway, session, [ASK], tools=TOOLS))[-1]["tool_calls"]
+        await gateway.finish(session)
+    assert await exported(run) == 0
+    assert [row["task_id"] for row in rows(run)] == ["b"]
+    reason = "1  the template writes its tool calls in another way than they were sampled"
+    assert reason in capsys.readouterr().out
+    assert await exported(run, "--inexact", "--overwrite") == 0
+    assert [row["task_id"] for row in rows(run)] == ["a", "b"]
+    assert reason in capsys.readouterr().out
+
+
+async def test_a_thought_that_the_template_does_not_write_is_left_out(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [session] = await gateway.open()
+    say(gateway, renderer, "<think>hm</think>\n\nYes.")
+    await ask(gateway, session, [ASK])
+    await gateway.finish(session)
+    assert await exported(run) == 2
+    assert "the template writes a reply in another way than it was sampled" in capsys.readouterr().err
+
+
+async def test_the_same_text_in_other_ids_is_written_and_said(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [session] = await gateway.open()
+    spelt = [token for letter in "assistant" for token in renderer.encode(letter)]
+    assert spelt != renderer.encode("assistant")
+    gateway.engine.script = lambda _: [*spelt, 2]
+    await ask(gateway, session, [ASK])
+    await gateway.finish(session)
+    assert await exported(run) == 0
+    assert replies(run) == ["assistant"]
+    assert "1  the text that was sampled, in other ids" in capsys.readouterr().out
+
+
+async def test_only_what_was_sampled_and_reached_the_agent_is_trained(
+    gateway: Running, run: RecordedRun, renderer: Renderer
+) -> None:
+    [session] = await gateway.open()
+    shots = [ASK, {"role": "assistant", "content": "144?"}, {"role": "user", "content": "No."}]
+    say(gateway, renderer, "156.", "A title")
+    messages = await ask(gateway, session, shots)
+    await ask(gateway, session, [{"role": "user", "content": "A title for it?"}])  # auxiliary
+    say(gateway, renderer, "Yes.")
+    await ask(gateway, session, [*messages, MORE])
+    await gateway.finish(session)
+    assert await exported(run) == 0
+    [row] = rows(run)
+    assert replies(run) == ["Yes."]
+    weights = [message.get("weight") for message in row["messages"] if message["role"] == "assistant"]
+    assert weights == [0, None, None]
     written = samples_of_file(run, renderer, "conversations")
-    assert_same_tokens(written, recorded_samples(run, ids[0]))
-    sampled = [int(mask.sum()) for mask in (written[0].loss_mask_T,)]
-    assert sampled == [len(np.concatenate([t.sampled_ids_T for t in turns_of(run, ids[0])]))]
+    main, auxiliary = recorded_samples(run, session.id)
+    if len(main.turn_ids) < len(auxiliary.turn_ids):
+        main = auxiliary
+    assert_same_tokens(written, [main])
 
 
-def turns_of(run: RecordedRun, session_id: str):
-    store = RunStore(run.folder.store_path)
-    try:
-        return store.turns(session_id)
-    finally:
-        store.close()
+async def test_branches_become_rows_and_what_they_share_is_trained_once(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [session] = await gateway.open()
+    say(gateway, renderer, "156.", "Yes.", "No.")
+    messages = await ask(gateway, session, [ASK])
+    await ask(gateway, session, [*messages, MORE])
+    await ask(gateway, session, [*messages, {"role": "user", "content": "Wrong?"}])
+    await gateway.finish(session)
+    assert await exported(run) == 0
+    assert "2 conversations of 1 rollout of 1 task" in capsys.readouterr().out
+    assert replies(run) == ["Yes.", "No."]
+    assert [row["messages"][1].get("weight") for row in rows(run)] == [None, 0]
+    written = samples_of_file(run, renderer, "conversations")
+    assert_same_tokens(written, recorded_samples(run, session.id))
+
+
+async def test_a_rollout_whose_last_reply_did_not_reach_the_agent_is_left_out(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [session] = await gateway.open()
+    say(gateway, renderer, "156.", "Yes.")
+    messages = await ask(gateway, session, [ASK])
+    await ask(gateway, session, [*messages, MORE])
+    await gateway.finish(session)
+    last = turns_of(run, session)[-1]
+    with contextlib.closing(sqlite3.connect(run.folder.store_path)) as db, db:
+        db.execute("UPDATE turns SET delivered=0 WHERE id=?", (last.id,))
+    assert await exported(run) == 2
+    assert "its last reply did not reach the agent, or may not be trained" in capsys.readouterr().err
+
+
+async def test_completions_without_a_template_are_left_out(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [session] = await gateway.open()
+    say(gateway, renderer, "156.")
+    await gateway.client(session).completions.create(model="tiny", prompt="12*13 =")
+    await gateway.finish(session)
+    assert await exported(run) == 2
+    assert "its prompt is text that no template wraps (completions)" in capsys.readouterr().err
+
+
+async def test_a_rollout_of_several_branches_is_no_side_of_a_pair(
+    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sessions = await gateway.open(members=3)
+    say(gateway, renderer, "156.", "Yes.", "No.", "157.", "158.")
+    messages = await ask(gateway, sessions[0], [ASK])
+    await ask(gateway, sessions[0], [*messages, MORE])
+    await ask(gateway, sessions[0], [*messages, {"role": "user", "content": "Wrong?"}])
+    for session in sessions[1:]:
+        await ask(gateway, session, [ASK])
+    for session, reward in zip(sessions, (1.0, 0.5, 0.0), strict=True):
+        await gateway.finish(session, reward)
+    assert await exported(run, "--pairs") == 0
+    [row] = rows(run)
+    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == ("157.", "158.")
+    assert "1  it has several branches, or replies that are not trained" in capsys.readouterr().out
+
+
+def turns_of(run: RecordedRun, session: Session) -> list[Turn]:
+    with contextlib.closing(RunStore(run.folder.store_path)) as store:
+        return store.turns(session.id)
