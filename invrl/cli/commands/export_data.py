@@ -22,8 +22,8 @@ def export_rollouts(arguments: Sequence[str]) -> None:
     """usage: invrl export-data RUN_FOLDER --out FILE.jsonl [--pairs] [--best K] [--min-reward R]
                                         [--steps A:B] [--inexact] [--model-path FOLDER] [--overwrite]
       --out FILE.jsonl  the file to write, for `invrl train --data-path`
-      --pairs           the best and the worst rollout of a group as `chosen` and `rejected` (dpo and its
-                        family), in place of conversations (sft)
+      --pairs           the best and the worst rollout of a group as `chosen` and `rejected` (dpo and
+                        its family), in place of conversations (sft)
       --best K          rollouts of each task at most (default: 1; 0: all), over all of its epochs; with
                         --pairs: pairs of each task, the largest difference of rewards first
       --min-reward R    only rollouts with at least this reward; with --pairs: of the chosen side
