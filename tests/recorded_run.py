@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,8 @@ import numpy as np
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.open_group import RolloutState
-from invrl.gateway.types import Message
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.types import Message, Prompt
 from invrl.reasons import DropReason, FailureReason
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
@@ -44,6 +45,8 @@ class RecordedRun:
     ledger: LedgerStore
     sequence: int = 0
     opened: float = 100.0
+    renderer: Renderer | None = None
+    """Makes the ids of the turns, of texts. None: they are of no text."""
 
     def add(
         self,
@@ -85,10 +88,16 @@ class RecordedRun:
         self.writer.open_sessions([record]).result(60)
         replies = [reply] if isinstance(reply, str | Message) else list(reply)
         parent: str | None = None
+        conversation: list[Message] = []
+        path: list[int] = []
         for number, text in enumerate(replies):
             asked = Message("user", f"What is {task}?") if not number else Message("user", "Go on.")
             said = text if isinstance(text, Message) else Message("assistant", text)
             turn = self._turn(f"{name}/{number}", name, parent, said, version, ending)
+            if self.renderer is not None:
+                turn = _with_ids(self.renderer, turn, (*conversation, asked), path, said)
+                path += [*turn.context_ids_T.tolist(), *turn.sampled_ids_T.tolist()]
+            conversation += [asked, said]
             self.writer.add_turn(turn, msgspec.json.encode([asked, said])).result(60)
             self.writer.mark_delivered(turn.id).result(60)
             parent = turn.id
@@ -182,11 +191,35 @@ class RecordedRun:
         self.ledger.write(entries)
 
 
-def record_run(root: Path) -> RecordedRun:
-    """An empty one in its first incarnation, at `root`/run."""
-    config = resolve(Source(name="test", tables={"run": {"run_root": str(root), "run_name": "run"}}))
+def _with_ids(
+    renderer: Renderer, turn: Turn, messages: tuple[Message, ...], path: Sequence[int], said: Message
+) -> Turn:
+    """The turn with the ids that the gateway would send and a model would sample for these texts."""
+    prompt = Prompt(messages=messages)
+    if path:
+        context = renderer.render_tail(prompt, len(messages) - 1, path).ids
+    else:
+        context = renderer.render_first(prompt)
+    sampled = renderer.encode(said.content)
+    if turn.finish_reason == "stop":
+        sampled.append(renderer.end_of_turn_id or 0)
+    return replace(
+        turn,
+        context_ids_T=np.array(context, np.int32),
+        sampled_ids_T=np.array(sampled, np.int32),
+        logprobs_T=np.zeros(len(sampled), np.float32),
+        spans=(VersionSpan(version=turn.spans[0].version, start=0, end=len(sampled)),),
+    )
+
+
+def record_run(root: Path, *, model: Path | None = None, renderer: Renderer | None = None) -> RecordedRun:
+    """An empty one in its first incarnation, at `root`/run. `renderer`: as in `RecordedRun`."""
+    tables: dict[str, dict[str, str]] = {"run": {"run_root": str(root), "run_name": "run"}}
+    if model is not None:
+        tables["model"] = {"model_path": str(model)}
+    config = resolve(Source(name="test", tables=tables))
     folder = make_run_folder(config)
     writer = RunStoreWriter(folder.store_path)
     ledger = LedgerStore(folder.store_path)
     ledger.begin(parent=0, step=0, sequence=0)
-    return RecordedRun(folder, writer, ledger)
+    return RecordedRun(folder, writer, ledger, renderer=renderer)

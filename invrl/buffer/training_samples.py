@@ -133,6 +133,11 @@ def _with_token_rewards(
 # ------------------------------------------------------------------ branches and rows
 
 
+def rows_of(rollout: Rollout) -> list[TrainSample]:
+    """The rows of a rollout, without extra columns, whether or not it was trained."""
+    return [row.sample for row in _rows(rollout, ())]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Branch:
     turns: tuple[Turn, ...]

@@ -35,6 +35,9 @@ COMMANDS = {
     ),
     "eval": Command("evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True),
     "export": Command("export", "export", "write the model of a run's step into a folder of its own"),
+    "export-data": Command(
+        "export_data", "export_rollouts", "write a run's best rollouts as a file to train on (sft, dpo)"
+    ),
     "doctor": Command(
         "doctor", "doctor", "check this machine and these settings, start nothing", takes_settings=True
     ),

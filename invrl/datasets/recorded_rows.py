@@ -1,0 +1,286 @@
+"""From a conversation that a run recorded to a row of a data file, and how true the row is to what was
+sampled. Pure.
+
+A run records a reply in two forms: the ids that were sampled, and the message that the agent got, which was
+parsed from their text. A data file holds messages, and the chat template makes text of them again. The two
+texts can differ: in the spaces of a call's arguments, in what is written around thinking, in an end of turn
+that was never sampled. So each row is read back here as `invrl train --data-path` reads it, and its tokens
+are compared with the recorded ones. Invariant: nothing is written as true that was not compared."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.datasets.branches import Branch, branches
+from invrl.datasets.rows import Dialogue, read_row
+from invrl.errors import SessionError, UnusableRowError
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.types import Json
+
+_THINKING_CHOICES = (None, False, True)
+"""What a client may have asked for. It is not recorded; the recorded prompt tells which of them it was."""
+
+
+class Fidelity(StrEnum):
+    """How the tokens of a written row compare with those that were recorded. The first two are true to what
+    was sampled; those of `INEXACT` are other texts; no row is written of the rest."""
+
+    SAME_TOKENS = "exactly the ids that were sampled"
+    SAME_TEXT = "the text that was sampled, in other ids"
+    CALLS = "the template writes its tool calls in another way than they were sampled"
+    REPLY = "the template writes a reply in another way than it was sampled"
+    CONTEXT = "the template writes another context around its replies"
+    UNENDED = "a reply does not end with the template's end of turn (a stop string)"
+    CUT = "a reply was cut at its token limit"
+    UNFINISHED = "its last reply did not reach the agent, or may not be trained"
+    COMPLETIONS = "its prompt is text that no template wraps (completions)"
+    UNRECORDED = "its messages are not recorded"
+    REFUSED = "its messages cannot be trained as a row"
+
+
+TRUE = frozenset({Fidelity.SAME_TOKENS, Fidelity.SAME_TEXT})
+INEXACT = frozenset({Fidelity.CALLS, Fidelity.REPLY, Fidelity.CONTEXT, Fidelity.UNENDED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedBranch:
+    """One branch of a rollout, as a run with rollouts trains it: a row of its batch."""
+
+    messages: tuple[Message, ...]
+    """As the agent sent them, with the replies as it got them. Empty if they are not recorded."""
+    tools: tuple[Tool, ...]
+    replies: tuple[int, ...]
+    """The places of the messages that were sampled and are trained, ascending."""
+    prompt_messages: int
+    """The messages before the first reply that was sampled."""
+    prompt_ids_T: NDArray[np.int32]
+    """The ids of that prompt."""
+    tokens_T: NDArray[np.int32]
+    trained_T: NDArray[np.bool_]
+    """[T], as long as `tokens_T`."""
+    finished: bool
+    """The last turn was delivered and may be trained: nothing is cut off behind it."""
+    cut: bool
+    """A reply in it ran out of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredRow:
+    """A row of a data file, of one recorded branch."""
+
+    fields: Mapping[str, Json]
+    fidelity: Fidelity
+    detail: str = ""
+    """What the row is refused for."""
+    prompt_messages: int = 0
+    """As in `RecordedBranch`."""
+    dialogue: Dialogue | None = None
+    """What is trained of the row; None if no row can be written."""
+    num_samples: int = 0
+    """How many samples the chat template makes of the row."""
+
+
+def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
+    """The row of a branch, for `--objective sft`. Replies that were not sampled, or are not trained in this
+    branch, have weight 0. The row says whether the client asked for thinking only where the recorded prompt
+    is not the template's default."""
+    obstacle = _obstacle(branch)
+    if obstacle is not None:
+        return RestoredRow(fields={}, fidelity=obstacle)
+    try:
+        thinking = _thinking(renderer, branch)
+        fields = _row_fields(branch, thinking)
+        [dialogue] = read_row(1, fields, "conversations").sides
+        written = branches(renderer, dialogue)
+    except SessionError as error:
+        return RestoredRow(fields={}, fidelity=Fidelity.REFUSED, detail=error.message)
+    except UnusableRowError as error:
+        return RestoredRow(fields={}, fidelity=Fidelity.REFUSED, detail=error.reason)
+    return RestoredRow(
+        fields=fields,
+        fidelity=_compare(renderer, branch, written),
+        prompt_messages=branch.prompt_messages,
+        dialogue=dialogue,
+        num_samples=len(written),
+    )
+
+
+def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] | None:
+    """The fields of a pair, for `--objective dpo` and its family, of two rows that can be written. None if
+    the two do not answer the same prompt with the same tools, or if a row of pairs would train something
+    else of them than `chosen` and `rejected` do."""
+    if _prompt_of(chosen) != _prompt_of(rejected):
+        return None
+    fields: dict[str, Json] = {"prompt": _without_weights(chosen, 0, chosen.prompt_messages)}
+    fields["chosen"] = _without_weights(chosen, chosen.prompt_messages, None)
+    fields["rejected"] = _without_weights(rejected, rejected.prompt_messages, None)
+    for name in ("tools", "chat_template_kwargs"):
+        if name in chosen.fields:
+            fields[name] = chosen.fields[name]
+    try:
+        sides = read_row(1, fields, "pairs").sides
+    except UnusableRowError:
+        return None
+    if sides != (chosen.dialogue, rejected.dialogue):
+        return None
+    return fields
+
+
+def fits_pair(row: RestoredRow) -> bool:
+    """Whether all that the assistant says behind the prompt was sampled and is trained, in one sample: a side
+    of a pair has no weights."""
+    if row.dialogue is None or row.num_samples != 1:
+        return False
+    messages = row.dialogue.prompt.messages
+    places = range(row.prompt_messages, len(messages))
+    return row.dialogue.trained == tuple(place for place in places if messages[place].role == "assistant")
+
+
+def _prompt_of(row: RestoredRow) -> Prompt | None:
+    """What was asked before the first reply; None for a row that cannot be written."""
+    if row.dialogue is None:
+        return None
+    prompt = row.dialogue.prompt
+    messages = prompt.messages[: row.prompt_messages]
+    return Prompt(messages=messages, tools=prompt.tools, thinking=prompt.thinking)
+
+
+def _obstacle(branch: RecordedBranch) -> Fidelity | None:
+    """Why no row can be written, as far as it is known without a template."""
+    if not branch.messages:
+        return Fidelity.UNRECORDED
+    if branch.messages[0].role == "text":
+        return Fidelity.COMPLETIONS
+    if not branch.finished:
+        return Fidelity.UNFINISHED
+    if branch.cut:
+        return Fidelity.CUT
+    return None
+
+
+# ------------------------------------------------------------------ fields
+
+
+def _row_fields(branch: RecordedBranch, thinking: bool | None) -> dict[str, Json]:
+    messages: list[Json] = []
+    for place, message in enumerate(branch.messages):
+        messages.append(_message_fields(message, trained=place in branch.replies))
+    fields: dict[str, Json] = {"messages": messages}
+    if branch.tools:
+        fields["tools"] = [_tool_fields(tool) for tool in branch.tools]
+    if thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return fields
+
+
+def _message_fields(message: Message, *, trained: bool) -> dict[str, Json]:
+    fields: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
+    if message.role == "tool":
+        fields["tool_call_id"] = message.tool_call_id
+    if message.role == "assistant" and not trained:
+        fields["weight"] = 0
+    return fields
+
+
+def _call_fields(call: ToolCall) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_fields(tool: Tool) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = json.loads(tool.parameters)
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _without_weights(row: RestoredRow, begin: int, end: int | None) -> list[Json]:
+    messages = row.fields["messages"]
+    assert isinstance(messages, list), "`restore` has written a list of objects"
+    without: list[Json] = []
+    for message in messages[begin:end]:
+        assert isinstance(message, Mapping)
+        without.append({name: value for name, value in message.items() if name != "weight"})
+    return without
+
+
+def _thinking(renderer: Renderer, branch: RecordedBranch) -> bool | None:
+    """What the client asked for: the first choice with which the template writes the recorded prompt. None,
+    the template's default, if there is no such choice. Raises SessionError."""
+    messages = branch.messages[: branch.prompt_messages]
+    recorded = branch.prompt_ids_T.tolist()
+    for thinking in _THINKING_CHOICES:
+        prompt = Prompt(messages=messages, tools=branch.tools, thinking=thinking)
+        if renderer.encode(renderer.text(prompt)) == recorded:
+            return thinking
+    return None
+
+
+# ------------------------------------------------------------------ comparison
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Neighbouring tokens that are all trained, or all context."""
+
+    is_trained: bool
+    text: str
+
+
+def _compare(renderer: Renderer, branch: RecordedBranch, written: Sequence[Branch]) -> Fidelity:
+    if len(written) == 1:
+        row = written[0]
+        same_tokens = np.array_equal(row.tokens_T, branch.tokens_T)
+        if same_tokens and np.array_equal(row.trained_T, branch.trained_T):
+            return Fidelity.SAME_TOKENS
+        if _stretches(renderer, row.tokens_T, row.trained_T) == _stretches(
+            renderer, branch.tokens_T, branch.trained_T
+        ):
+            return Fidelity.SAME_TEXT
+    if not _ends_turns(renderer, branch):
+        return Fidelity.UNENDED
+    written_replies: list[str] = []
+    for row in written:
+        written_replies += _replies(renderer, row.tokens_T, row.trained_T)
+    recorded_replies = _replies(renderer, branch.tokens_T, branch.trained_T)
+    for place, of_row, recorded in zip(branch.replies, written_replies, recorded_replies, strict=False):
+        if of_row != recorded:
+            return Fidelity.CALLS if branch.messages[place].tool_calls else Fidelity.REPLY
+    return Fidelity.CONTEXT
+
+
+def _ends_turns(renderer: Renderer, branch: RecordedBranch) -> bool:
+    """Whether the last id of each trained stretch ends a turn."""
+    ends = np.flatnonzero(branch.trained_T & ~np.append(branch.trained_T[1:], False))
+    return all(renderer.is_closed([token_id]) for token_id in branch.tokens_T[ends].tolist())
+
+
+def _replies(renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]) -> list[str]:
+    stretches = _stretches(renderer, tokens_T, trained_T)
+    return [stretch.text for stretch in stretches if stretch.is_trained]
+
+
+def _stretches(
+    renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]
+) -> list[_Stretch]:
+    changes = np.flatnonzero(np.diff(trained_T.astype(np.int8))) + 1
+    stretches: list[_Stretch] = []
+    begin = 0
+    for end in [*changes.tolist(), len(tokens_T)]:
+        text = renderer.decode(tokens_T[begin:end].tolist())
+        stretches.append(_Stretch(bool(trained_T[begin]), text))
+        begin = end
+    return stretches
