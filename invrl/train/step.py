@@ -184,15 +184,8 @@ class TrainStep:
                 work = self._loss_work(
                     mini_batch, packed_rows, old, reference, numbers, teacher=teacher, targets=targets
                 )
-            with _timed(seconds, "forward_backward"):
-                loss_metrics = self._forward_backward(work)
-            seconds["forward_backward"] -= self._loss_seconds
-            seconds["objective"] += self._loss_seconds
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
-            with _timed(seconds, "optimizer"):
-                grad_norm = math.nan
-                if not any_rank(bool(self._bad_losses)):
-                    grad_norm = apply_gradients(self.optimizer)
+            grad_norm, loss_metrics = self._update(work, seconds)
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
                 self._count_nonfinite(mini_batch, grad_norm, self._bad_losses)
@@ -223,6 +216,21 @@ class TrainStep:
             metrics=metrics,
             seconds=seconds,
         )
+
+    def _update(
+        self, work: list[_LossWork], seconds: dict[str, float]
+    ) -> tuple[float, list[dict[str, Metric]]]:
+        """The optimizer's step on a mini-batch. Returns the norm of its gradient, and the metrics of each
+        micro-batch. With a norm of 0, or one that is not finite, no weight has changed."""
+        with _timed(seconds, "forward_backward"):
+            loss_metrics = self._forward_backward(work)
+        seconds["forward_backward"] -= self._loss_seconds
+        seconds["objective"] += self._loss_seconds
+        grad_norm = math.nan
+        with _timed(seconds, "optimizer"):
+            if not any_rank(bool(self._bad_losses)):
+                grad_norm = apply_gradients(self.optimizer)
+        return grad_norm, loss_metrics
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
         """The objective's metrics of rows that are not trained: no weight and no state changes. `loss` is the

@@ -1,0 +1,302 @@
+"""Contradictions between settings of the algorithm: advantage, loss, KL, objective, teacher, critic.
+
+As those in `contradictions.py`, which runs them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from invrl.algorithms.config import GROUP_RELATIVE
+from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
+
+if TYPE_CHECKING:
+    from invrl.run.config import Config
+
+Contradictions = Iterator[tuple[str, str, str]]
+"""Field (its value is looked up), reason, fix."""
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "preference_beta": ("dpo", "ipo", "kto"),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_beta": ("simpo",),
+    "simpo_gamma": ("simpo",),
+    "orpo_lambda": ("orpo",),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "aggregation": ("sft", *ON_ROLLOUTS),
+    "kl_coef": ON_ROLLOUTS,
+    "policy_loss": ON_ROLLOUTS,
+    "correction": ON_ROLLOUTS,
+    "old_logprobs": ON_ROLLOUTS,
+    "advantage": ("rl",),
+}
+"""Settings of the algorithm, and the built-in objectives that read them."""
+
+
+def _reference(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if (
+        config.model.reference_model_path
+        and is_built_in(algorithm.objective)
+        and not needs_of(algorithm).reference
+    ):
+        reason = "kl_coef is 0, so no reference is computed"
+        fix = "set --kl-coef, or leave --reference-model-path out"
+        if algorithm.objective not in ON_ROLLOUTS:
+            reason = f"the objective {algorithm.objective} has no reference"
+            fix = "leave --reference-model-path out"
+        yield "model.reference_model_path", reason, fix
+
+
+def _advantages(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    name = algorithm.advantage
+    samples = config.rollout.n_samples_per_prompt
+    if algorithm.objective == "rl" and samples == 1 and name in GROUP_RELATIVE:
+        reason = f"{name} compares the rollouts of a group; with one, every advantage is 0"
+        yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+    if samples == 1 and config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
+        reason = "it drops groups whose rewards are equal, which a group of one always is"
+        yield "buffer.group_filter", reason, "add --group-filter none, or raise --n-samples-per-prompt"
+    if name == "pass_at_k" and algorithm.pass_at_k >= samples:
+        reason = (
+            f"it must be below n_samples_per_prompt = {samples}: all subsets of that size would be one, and "
+            "every advantage 0"
+        )
+        yield "algorithm.pass_at_k", reason, "lower --pass-at-k or raise --n-samples-per-prompt"
+    if algorithm.discount < 1 and config.buffer.turn_reward_use == "replace" and not algorithm.token_level:
+        reason = "no rewards are added up over turns: each token has one reward"
+        yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"
+    if algorithm.reward_columns and not algorithm.token_level:
+        reason = f"the advantage {name} has no rewards of tokens"
+        yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
+    declared = config.gateway.declared_columns
+    for column in algorithm.reward_columns:
+        if column not in declared or declared[column].level == "rollout":
+            reason = f"extra_columns declares no column {column!r} of tokens or turns"
+            yield "algorithm.reward_columns", reason, f"add --extra-columns {column}:token, or leave it out"
+    yield from _overlong(config)
+
+
+def _overlong(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    fields = type(algorithm).model_fields
+    length = algorithm.overlong_length or config.rollout.max_new_tokens
+    if algorithm.overlong_buffer > length:
+        reason = f"a rollout may sample {length} tokens, and the penalty grows over the last of them"
+        yield "algorithm.overlong_buffer", reason, "lower it, or set --overlong-length"
+    for field in ("overlong_length", "overlong_penalty"):
+        if not algorithm.overlong_buffer and getattr(algorithm, field) != fields[field].default:
+            reason = "the length over which the penalty grows, overlong_buffer, is 0: there is no penalty"
+            yield f"algorithm.{field}", reason, "set --overlong-buffer, or leave this out"
+
+
+def _loss(config: Config) -> Contradictions:
+    """Between the loss's axes."""
+    algorithm = config.algorithm
+    if 0 < algorithm.dual_clip <= 1:
+        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
+        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
+    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
+        reason = "the aggregation `constant` divides by it"
+        yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
+    surrogate = algorithm.policy_loss
+    if algorithm.ratio_level != "token":
+        if surrogate in ("dppo_tv", "dppo_kl"):
+            reason = f"{surrogate} masks single tokens by their own probabilities"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+        if surrogate in ("vespo", "policy_gradient"):
+            yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
+        reason = (
+            f"a {algorithm.ratio_level} ratio is one number for all tokens of a row, and this would give "
+            "each of them a factor of its own"
+        )
+        if algorithm.correction == "truncated":
+            fix = "set --correction geometric_truncated, sequence_truncated or none"
+            yield "algorithm.correction", reason, fix
+        if algorithm.rejection == "token":
+            yield "algorithm.rejection", reason, "set --rejection geometric, sequence or none"
+    if surrogate == "vespo" and algorithm.correction != "none":
+        reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
+        yield "algorithm.correction", reason, "set --correction none"
+    yield from _bounds_of_corrections(config)
+
+
+def _bounds_of_corrections(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.correction_floor > algorithm.correction_cap:
+        reason = f"it is above correction_cap = {algorithm.correction_cap:g}"
+        yield "algorithm.correction_floor", reason, "lower --correction-floor or raise --correction-cap"
+    low = algorithm.rejection_low
+    high = algorithm.rejection_high
+    if algorithm.rejection == "none":
+        for name in ("rejection_low", "rejection_high"):
+            if getattr(algorithm, name):
+                fix = "set --rejection token, sequence or geometric, or leave it out"
+                yield f"algorithm.{name}", "nothing is rejected (rejection is none)", fix
+        return
+    if not low and not high:
+        reason = "neither bound is set, so nothing is rejected"
+        yield "algorithm.rejection", reason, "set --rejection-high, --rejection-low or both"
+    why = "a ratio of 1, where engine and trainer agree, would be rejected"
+    if low >= 1:
+        yield "algorithm.rejection_low", why, "set it below 1"
+    if 0 < high <= 1:
+        yield "algorithm.rejection_high", why, "set it above 1"
+
+
+def _kl(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if not algorithm.kl_coef:
+        if algorithm.kl_target:
+            reason = "kl_coef is 0, and what is adapted by factors stays 0"
+            yield "algorithm.kl_target", reason, "set --kl-coef, the coefficient to begin with"
+        for name in ("reference_reset_steps", "reference_ema"):
+            if getattr(algorithm, name) and is_built_in(algorithm.objective):
+                yield f"algorithm.{name}", "kl_coef is 0, so there is no reference", "set --kl-coef"
+        return
+    if algorithm.reference_reset_steps and algorithm.reference_ema:
+        reason = "a reference that is reset would lose its average; the two exclude each other"
+        yield "algorithm.reference_ema", reason, "give one of --reference-ema and --reference-reset-steps"
+    if algorithm.reference_moves and config.train.reference_placement == "cpu_by_layer":
+        reason = (
+            "by layer the reference is kept in the dtype of its folder, which the trained weights are not"
+        )
+        yield "train.reference_placement", reason, "use --reference-placement cpu or device"
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        reason = (
+            "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
+            "mean over samples of the policy is 0"
+        )
+        yield "algorithm.kl_estimator", reason, "set --kl-in reward, or --kl-estimator k2, k3 or unbiased"
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
+        reason = "its importance weight is there for its gradient, and a reward has none"
+        yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+
+
+def _objective(config: Config) -> Contradictions:
+    """Settings that the objective does not read, and rows that it cannot train on."""
+    algorithm = config.algorithm
+    name = algorithm.objective
+    if not is_built_in(name):
+        return
+    for field, objectives in _READ_BY.items():
+        value = getattr(algorithm, field)
+        if value != type(algorithm).model_fields[field].default and name not in objectives:
+            reason = f"the objective {name} does not read it, only {', '.join(objectives)}"
+            yield f"algorithm.{field}", reason, "leave it out, or choose another --objective"
+
+
+def _teacher(config: Config) -> Contradictions:
+    model = config.model
+    given = [name for name in ("teacher_model_path", "teacher_url") if getattr(model, name)]
+    if config.algorithm.objective != DISTILLATION:
+        if is_built_in(config.algorithm.objective):
+            for name in given:
+                reason = f"the objective {config.algorithm.objective} has no teacher"
+                yield f"model.{name}", reason, "add --objective distillation, or leave it out"
+        return
+    if len(given) == 2:
+        reason = "there is a teacher_model_path too, and a run has one teacher"
+        yield "model.teacher_url", reason, "leave one of the two out"
+    if not given and not config.run.debug_train_only:
+        fix = "give --teacher-model-path FOLDER, or --teacher-url URL of an SGLang server"
+        yield "algorithm.objective", "distillation needs a teacher", fix
+    if model.teacher_url:
+        yield from _teacher_server(config)
+    if config.buffer.group_filter == "nonzero_variance" and not config.run.debug_train_only:
+        reason = (
+            "it drops groups whose rewards are equal, and distillation learns from them as from any other"
+        )
+        yield "buffer.group_filter", reason, "add --group-filter none"
+
+
+def _teacher_server(config: Config) -> Contradictions:
+    model = config.model
+    reason = _fault_of_teacher_url(model.teacher_url)
+    if reason:
+        yield "model.teacher_url", reason, "give it as http://10.0.0.5:30000"
+    if config.run.debug_train_only:
+        reason = "saved batches have the teacher's log-probs already"
+        yield "model.teacher_url", reason, "leave it out"
+    if config.rollout.temperature != 1.0:
+        reason = "SGLang scores given tokens at temperature 1, so the teacher would be another distribution"
+        fix = "use --temperature 1, or --teacher-model-path, which follows the temperature"
+        yield "rollout.temperature", reason, fix
+    if config.gateway.constrained == "masked":
+        reason = "SGLang scores given tokens over the whole vocabulary, and the student has a grammar's part"
+        yield "gateway.constrained", reason, "leave it out, or use --teacher-model-path"
+
+
+def _fault_of_teacher_url(url: str) -> str:
+    """What is wrong with it; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "not an http:// or https:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    return ""
+
+
+_OF_THE_CRITIC = {
+    "algorithm": (
+        "gae_lambda",
+        "critic_gae_lambda",
+        "gae_length_alpha",
+        "value_targets",
+        "vtrace_rho_cap",
+        "vtrace_c_cap",
+        "value_clip",
+    ),
+    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "model": ("critic_model_path",),
+}
+"""Settings that act only where a critic is trained, by table."""
+
+
+def _critic(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.has_critic and algorithm.objective in ON_FILES:
+        reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
+        yield "algorithm.advantage", reason, "leave --advantage out, or use --objective rl"
+    if not algorithm.has_critic and is_built_in(algorithm.objective):
+        for table, names in _OF_THE_CRITIC.items():
+            section = getattr(config, table)
+            for name in names:
+                if getattr(section, name) != type(section).model_fields[name].default:
+                    reason = f"with advantage = {algorithm.advantage!r} there is no critic"
+                    fix = f"add --advantage gae, or leave --{name.replace('_', '-')} out"
+                    yield f"{table}.{name}", reason, fix
+    if algorithm.value_targets == "vtrace":
+        if algorithm.old_logprobs != "recompute":
+            reason = (
+                f"with --old-logprobs {algorithm.old_logprobs} no ratio to the policy that sampled is known"
+            )
+            yield "algorithm.value_targets", reason, "use --old-logprobs recompute, or leave this out"
+        if algorithm.correction != "none":
+            reason = "V-trace's advantages contain the ratio old/rollout already"
+            yield "algorithm.correction", reason, "use --correction none"
+        if algorithm.gae_length_alpha:
+            reason = "V-trace has one lambda, gae_lambda, for all rows"
+            yield "algorithm.gae_length_alpha", reason, "leave it out, or --value-targets"
+        if algorithm.critic_gae_lambda != algorithm.gae_lambda:
+            reason = "V-trace has one lambda, gae_lambda, for advantages and targets"
+            yield "algorithm.critic_gae_lambda", reason, "leave it out, or --value-targets"
+    else:
+        for name in ("vtrace_rho_cap", "vtrace_c_cap"):
+            if getattr(algorithm, name) != type(algorithm).model_fields[name].default:
+                yield f"algorithm.{name}", "value_targets is not vtrace", "add --value-targets vtrace"
+    if config.train.critic_warmup_steps >= config.run.num_steps:
+        reason = f"the run has {config.run.num_steps} steps, so the policy would never learn"
+        yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
+
+
+ON_DATA = (_reference, _critic, _loss, _kl, _objective, _teacher)
+"""For a run on a file."""
+WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _kl, _objective, _teacher)
