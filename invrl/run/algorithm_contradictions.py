@@ -254,7 +254,13 @@ _OF_THE_CRITIC = {
         "vtrace_c_cap",
         "value_clip",
     ),
-    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "train": (
+        "critic_lr",
+        "critic_lr_warmup_steps",
+        "critic_clip_grad",
+        "critic_warmup_steps",
+        "critic_data_parallel_size",
+    ),
     "model": ("critic_model_path",),
 }
 """Settings that act only where a critic is trained, by table."""
