@@ -93,12 +93,11 @@ def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
     "train",
     [
         {"tensor_model_parallel_size": 2, "data_parallel_size": 3, "context_parallel_size": 2},
-        {"critic_data_parallel_size": 2},
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         {"data_parallel_size": 2, "expert_model_parallel_size": 2},
         {"max_tokens_per_microbatch": 100, "reference_placement": "cpu_by_layer", "share_prefixes": False},
     ],
-    ids=["layout", "critic", "stages", "experts", "memory"],
+    ids=["layout", "stages", "experts", "memory"],
 )
 def test_a_run_may_go_on_with_other_ranks_and_less_memory(tmp_path: Path, train: dict[str, object]) -> None:
     make_run_folder(config(tmp_path, "first"))
