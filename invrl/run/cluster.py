@@ -171,6 +171,7 @@ def _gateway_settings(
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,
         "record_experts": config.train.records_experts,
+        "record_top_logprobs": config.rollout.rollout_top_logprobs,
     }
     return GatewaySettings.model_validate(values)
 
