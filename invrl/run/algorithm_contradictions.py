@@ -106,7 +106,8 @@ def _loss(config: Config) -> Contradictions:
     surrogate = algorithm.policy_loss
     if algorithm.ratio_level != "token":
         if surrogate in ("dppo_tv", "dppo_kl", *ON_TOP_TOKENS):
-            reason = f"{surrogate} masks single tokens by their own probabilities"
+            verb = "changes the ratios of" if surrogate == "simko" else "masks"
+            reason = f"{surrogate} {verb} single tokens by their own probabilities"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"

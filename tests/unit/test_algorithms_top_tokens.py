@@ -206,7 +206,7 @@ row_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 widths = st.integers(1, VOCABULARY)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
 def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
