@@ -173,6 +173,8 @@ def _gateway_settings(
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,
         "record_experts": config.train.records_experts,
+        # More than the vocabulary has would kill an engine.
+        "record_top_logprobs": min(config.rollout.rollout_top_logprobs, fleet.limits.vocab_size),
     }
     return GatewaySettings.model_validate(values)
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.adaptive import Coefficients
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives import (
     TEACHER_COLUMN,
     check_outputs,
@@ -43,8 +43,10 @@ from invrl.algorithms.objectives import (
 )
 from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
+from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
+from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.credit_from_values import credit
@@ -71,6 +73,11 @@ from invrl.train.sharding import Shard
 from invrl.train.spanning_turns import sampled_after_update
 from invrl.types import TrainBatch
 
+_WITHOUT_CANDIDATES = (
+    "the objective reads the likeliest tokens in the place of each trained one, and no row of the batch has "
+    "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LossWork:
@@ -78,7 +85,20 @@ class _LossWork:
 
     micro_batch: MicroBatch
     loss_inputs: "partial[LossInputs]"
-    """Lacks `current_N` and `entropy_N`."""
+    """Lacks `current_N`, `entropy_N` and `top`."""
+    top: "partial[TopTokens] | None"
+    """Lacks `current_NK`. None: the objective does not need them."""
+
+    def inputs(
+        self, current_N: torch.Tensor, entropy_N: torch.Tensor, current_NK: torch.Tensor | None = None
+    ) -> LossInputs:
+        """The model's outputs; `current_NK` None: the micro-batch has no candidates."""
+        top = None
+        if self.top is not None:
+            if current_NK is None:
+                current_NK = self.top.keywords["rollout_NK"]  # minus infinity, as under any policy
+            top = self.top(current_NK=current_NK)
+        return self.loss_inputs(current_N=current_N, entropy_N=entropy_N, top=top)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,6 +178,8 @@ class TrainStep:
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch.
 
+        Raises TrainError where the objective reads the likeliest tokens and no row has them.
+
         A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no step: neither the weights
         nor Adam's moments nor the schedule change. Nor does one whose loss, on any rank, or whose gradient is
         not finite; its numbers are left out of the metrics. Raises TrainError at the last of
@@ -177,6 +199,7 @@ class TrainStep:
         started = time.monotonic()
         seconds: dict[str, float] = {}
         self._objective = objective_of(self.coefficients.within(self.algorithm))
+        self._check_candidates(shard)
         with timed(seconds, "objective"):
             packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
         reference = self._frozen_logprobs(self.reference, "reference", packed, seconds)
@@ -342,12 +365,21 @@ class TrainStep:
             self.expert_routers.balance(load)
         return load.metrics()
 
+    def _check_candidates(self, shard: Shard) -> None:
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        if not samples or not needs_of(self.algorithm).top_logprobs:
+            return
+        if all(sample.top_logprobs is None for sample in samples):
+            raise TrainError(_WITHOUT_CANDIDATES)
+
     def _pack(self, rows: Sequence[Row]) -> Packed:
         """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
             self.routing.check(rows)
         else:
             rows = [replace(row, experts_TLK=None) for row in rows]
+        if not needs_of(self.algorithm).top_logprobs:
+            rows = [replace(row, candidates_NK=None) for row in rows]
         return pack_rows(rows, train=self.train, layout=self.layout, cost=self.cost)
 
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
@@ -448,6 +480,7 @@ class TrainStep:
     ) -> list[_LossWork]:
         """One for each micro-batch."""
         with_staleness = self.algorithm.old_logprobs == "interpolated"
+        with_top = needs_of(self.algorithm).top_logprobs
         return [
             _loss_work(
                 mini_batch,
@@ -458,6 +491,7 @@ class TrainStep:
                 teacher=teacher,
                 targets=targets,
                 with_staleness=with_staleness,
+                with_top=with_top,
             )
             for micro_batch in packed.micro_batches
         ]
@@ -521,15 +555,14 @@ class TrainStep:
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):
             return output, None  # hidden states for the next chunk
-        logprobs_N, entropy_N = output
+        logprobs_N, *others = output
 
         def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
             if device.on_cuda():
                 torch.cuda.synchronize()  # the forward pass is not the loss's time
             started = time.monotonic()
-            inputs = item.loss_inputs(current_N=current_N, entropy_N=entropy_N)
-            outputs = self._objective(inputs)
+            outputs = self._objective(item.inputs(current_N, *others))
             check_outputs(self.algorithm.objective, outputs)
             value = float(outputs.loss.detach())
             self._loss_seconds += time.monotonic() - started
@@ -545,10 +578,10 @@ class TrainStep:
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):
             return output, None
-        logprobs_N, entropy_N = output
+        logprobs_N, *others = output
 
         def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
-            outputs = self._objective(item.loss_inputs(current_N=current_N, entropy_N=entropy_N))
+            outputs = self._objective(item.inputs(current_N, *others))
             return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
 
         return logprobs_N, measure
@@ -564,6 +597,7 @@ def _loss_work(
     teacher: SampleNumbers | None,
     targets: Targets | None,
     with_staleness: bool,
+    with_top: bool,
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
     samples = mini_batch.samples
@@ -614,7 +648,33 @@ def _loss_work(
         numbers=row_numbers,
         after_update_N=after_update_N,
     )
-    return _LossWork(micro_batch, loss_inputs)
+    top = _top_tokens(mini_batch, micro_batch) if with_top else None
+    return _LossWork(micro_batch, loss_inputs, top)
+
+
+def _top_tokens(mini_batch: TrainBatch, micro_batch: MicroBatch) -> "partial[TopTokens]":
+    """The candidates of the micro-batch's wanted tokens, without their current log-probs. K is 1 where no row
+    has candidates."""
+    candidates_NK = micro_batch.candidates_NK
+    if candidates_NK is None:
+        candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)
+    width = candidates_NK.shape[1]
+    rollout = [TopLogprobs.none(0, width)]
+    for index, wanted_N in micro_batch.rows:
+        top = mini_batch.samples[index].top_logprobs
+        if top is None:
+            rollout.append(TopLogprobs.none(len(wanted_N), width))
+        else:
+            rollout.append(top.at(wanted_N))
+    rollout_NK = TopLogprobs.joined(rollout).logprobs_TK[:, :width]
+    target = device.device()
+    ids_NK = torch.from_numpy(candidates_NK).to(target)
+    return partial(
+        TopTokens,
+        rollout_NK=torch.from_numpy(rollout_NK).to(target),
+        ids_NK=ids_NK,
+        is_sampled_NK=ids_NK == torch.from_numpy(micro_batch.targets_N).to(target)[:, None],
+    )
 
 
 def _common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
