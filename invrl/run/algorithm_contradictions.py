@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.config import GROUP_RELATIVE
+from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
 from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "correction": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
     "advantage": ("rl",),
+    "solved_nll_coef": ("rl",),
 }
 """Settings of the algorithm, and the built-in objectives that read them."""
 
@@ -149,6 +150,9 @@ def _bounds_of_corrections(config: Config) -> Contradictions:
 
 def _kl(config: Config) -> Contradictions:
     algorithm = config.algorithm
+    if algorithm.reference_reset_optimizer and not algorithm.reference_reset_steps:
+        reason = "reference_reset_steps is 0, so nothing is reset"
+        yield "algorithm.reference_reset_optimizer", reason, "set --reference-reset-steps, or leave it out"
     if not algorithm.kl_coef:
         if algorithm.kl_target:
             reason = "kl_coef is 0, and what is adapted by factors stays 0"
@@ -171,9 +175,19 @@ def _kl(config: Config) -> Contradictions:
             "mean over samples of the policy is 0"
         )
         yield "algorithm.kl_estimator", reason, "set --kl-in reward, or --kl-estimator k2, k3 or unbiased"
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
+    if algorithm.kl_in != "loss" and algorithm.kl_estimator == "unbiased":
         reason = "its importance weight is there for its gradient, and a reward has none"
         yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+    if algorithm.kl_in_rollout_rewards:
+        if algorithm.advantage not in LINEAR:
+            reason = (
+                "the KL is known after advantages were computed, and only those that are linear in rewards "
+                f"can be completed with it: {', '.join(LINEAR)}"
+            )
+            yield "algorithm.kl_in", reason, "set --kl-in reward, or --advantage rloo"
+        elif algorithm.advantage_whitening != "none":
+            reason = "advantages would be whitened without the KL, which is added after it"
+            yield "algorithm.advantage_whitening", reason, "leave it out, or set --kl-in reward"
 
 
 def _objective(config: Config) -> Contradictions:

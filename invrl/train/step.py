@@ -55,11 +55,12 @@ from invrl.train.expert_load import ExpertRouters
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
 from invrl.train.model_size import ComputeCost
-from invrl.train.optimizer import apply_gradients
+from invrl.train.optimizer import apply_gradients, forget_moments
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks, means_of_ranks
 from invrl.train.reference import FrozenReference
+from invrl.train.rollout_kl import with_rollout_kl
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.schedule import Packed, SampleNumbers, forward_pass, micro_batches_of, run_schedule
 from invrl.train.sharding import Shard
@@ -277,6 +278,8 @@ class TrainStep:
         interval = self.algorithm.reference_reset_steps
         if interval and (shard[0].version + 1) % interval == 0:
             self.reference.follow(1.0)
+            if self.algorithm.reference_reset_optimizer:
+                forget_moments(self.optimizer)
         if self.algorithm.reference_ema:
             self.reference.follow(1.0 - self.algorithm.reference_ema)
 
@@ -398,7 +401,9 @@ class TrainStep:
         """Advantages and the critic's targets, before the batch's first optimizer step. The batch stays as it
         is where its advantages were computed when it was taken."""
         no_targets = [None] * len(shard)
-        if (self.critic is None and not self.algorithm.token_level) or not packed:
+        algorithm = self.algorithm
+        is_given = self.critic is None and not algorithm.token_level and not algorithm.kl_in_rollout_rewards
+        if is_given or not packed:
             return _Judged(shard=shard, targets=no_targets, metrics={})
         values = None
         if self.critic is not None:
@@ -408,6 +413,13 @@ class TrainStep:
             old if old is not None else self._logprobs_before(mini_batch, part, seconds)
             for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True)
         ]
+        if algorithm.kl_in_rollout_rewards:
+            coefficients = self.coefficients.within(algorithm)
+            with timed(seconds, "objective"):
+                with_kl, metrics = with_rollout_kl(
+                    shard, old=before, reference=reference_by_step, config=coefficients
+                )
+            return _Judged(shard=with_kl, targets=no_targets, metrics=metrics)
         with timed(seconds, "objective"):
             judged = credit(shard, values, old=before, reference=reference_by_step, config=self.algorithm)
         if values is None:
@@ -424,7 +436,8 @@ class TrainStep:
         """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
         they are not recomputed, or where rewards and targets do not depend on them."""
         algorithm = self.algorithm
-        is_read = algorithm.kl_in_token_rewards or algorithm.value_targets == "vtrace"
+        with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
+        is_read = with_kl or algorithm.value_targets == "vtrace"
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with _timed(seconds, "old_logprobs"):

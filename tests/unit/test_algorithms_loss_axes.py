@@ -185,7 +185,15 @@ def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfi
                 loss += c.kl_coef * min(max(term, -bound), bound)
             loss -= c.entropy_coef * row.entropy[t]
             total += aggregation_weight(row, rows, c) * loss
+    solved = [current for row, current in zip(rows, moving, strict=True) if is_solved(row)]
+    num_tokens = sum(map(len, solved))
+    if num_tokens:
+        total -= c.solved_nll_coef * math.fsum(map(math.fsum, solved)) / num_tokens
     return total
+
+
+def is_solved(row: Row) -> bool:
+    return row.rollout % 2 == 0
 
 
 def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
@@ -238,12 +246,14 @@ def inputs_of(rows: list[Row], all_rows: list[Row], dtype: torch.dtype = torch.f
             rows=len(all_rows),
             rollouts=len({row.rollout for row in all_rows}),
             groups=len({row.group for row in all_rows}),
+            solved_tokens=tokens([row for row in all_rows if is_solved(row)]),
         ),
         old_N=column("old"),
         rollout_N=column("rollout_logprobs"),
         advantages_N=column("advantages"),
         reference_N=column("reference"),
         columns={"staleness": column("staleness")},
+        numbers={"solved": torch.tensor([float(is_solved(row)) for row in rows], dtype=dtype)},
     )
 
 
@@ -286,6 +296,7 @@ configs = st.builds(
     kl_in=st.sampled_from(["loss", "reward"]),
     kl_clamp=st.sampled_from([0.0, 0.2]),
     entropy_coef=st.sampled_from([0.0, 0.05]),
+    solved_nll_coef=st.sampled_from([0.0, 0.1]),
     old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
 )
 row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
