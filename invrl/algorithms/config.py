@@ -460,8 +460,13 @@ class AlgorithmConfig(Section):
         description="entropy in nats above which there is no bonus, and towards which entropy_coef is "
         "adapted after each batch; 0: entropy_coef stays",
     )
+    entropy_ceiling: NonNegativeFloat = Field(
+        0.0,
+        description="entropy in nats above which entropy_coef becomes a penalty; between entropy_target and "
+        "this nothing acts; 0: none",
+    )
     entropy_coef_step: PositiveFloat = Field(
-        0.005, description="by how much a batch changes entropy_coef (entropy_target)"
+        0.005, description="by how much a batch changes entropy_coef (entropy_target, entropy_ceiling)"
     )
     old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
         "recompute",

@@ -26,11 +26,25 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
     "aggregation": ("sft", *ON_ROLLOUTS),
+    "aggregation_constant": ("sft", *ON_ROLLOUTS),
     "kl_coef": ON_ROLLOUTS,
+    "kl_clamp": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
+    "ratio_level": ON_ROLLOUTS,
+    "eps_clip_low": ON_ROLLOUTS,
+    "eps_clip_high": ON_ROLLOUTS,
+    "dual_clip": ON_ROLLOUTS,
     "correction": ON_ROLLOUTS,
+    "correction_cap": ON_ROLLOUTS,
+    "correction_floor": ON_ROLLOUTS,
+    "rejection": ON_ROLLOUTS,
+    "entropy_coef": ON_ROLLOUTS,
+    "entropy_target": ON_ROLLOUTS,
+    "entropy_ceiling": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
     "advantage": ("rl",),
+    "advantage_eps": ("rl",),
+    "reward_deviation": ("rl",),
     "solved_nll_coef": ("rl",),
 }
 """Settings of the algorithm, and the built-in objectives that read them."""
@@ -190,6 +204,18 @@ def _kl(config: Config) -> Contradictions:
             yield "algorithm.advantage_whitening", reason, "leave it out, or set --kl-in reward"
 
 
+def _entropy(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if 0 < algorithm.entropy_ceiling <= algorithm.entropy_target:
+        reason = f"it is not above entropy_target = {algorithm.entropy_target:g}, the other end of the band"
+        yield "algorithm.entropy_ceiling", reason, "raise --entropy-ceiling or lower --entropy-target"
+    is_adapted = algorithm.entropy_target or algorithm.entropy_ceiling
+    default = type(algorithm).model_fields["entropy_coef_step"].default
+    if algorithm.entropy_coef_step != default and not is_adapted:
+        reason = "entropy_coef is not adapted: neither entropy_target nor entropy_ceiling is set"
+        yield "algorithm.entropy_coef_step", reason, "set one of them, or leave this out"
+
+
 def _objective(config: Config) -> Contradictions:
     """Settings that the objective does not read, and rows that it cannot train on."""
     algorithm = config.algorithm
@@ -311,6 +337,6 @@ def _critic(config: Config) -> Contradictions:
         yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
-ON_DATA = (_reference, _critic, _loss, _kl, _objective, _teacher)
+ON_DATA = (_reference, _critic, _loss, _kl, _entropy, _objective, _teacher)
 """For a run on a file."""
-WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _kl, _objective, _teacher)
+WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _kl, _entropy, _objective, _teacher)

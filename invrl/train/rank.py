@@ -84,6 +84,8 @@ class TrainRank:
             train,
             Path(folder),
             frozen_models=needs_of(settings.algorithm).reference + bool(settings.teacher_path),
+            reference_moves=settings.algorithm.reference_moves,
+            reference_is_averaged=settings.algorithm.reference_ema > 0,
             has_critic=needs_of(settings.algorithm).values,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,

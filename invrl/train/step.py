@@ -256,7 +256,7 @@ class TrainStep:
         acted: dict[str, Metric] = {}
         if algorithm.kl_target:
             acted["kl_coef"] = Max(before.kl)
-        if algorithm.entropy_target:
+        if algorithm.entropy_target or algorithm.entropy_ceiling:
             acted["entropy_coef"] = Max(before.within(algorithm).entropy_coef)
         if not acted:
             return {}
@@ -489,9 +489,19 @@ class TrainStep:
             table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
             coupled = coupling_of(self.algorithm.objective, self._objective)(table)
             for place, index in enumerate(indices, start=first):
+                self._check_names(coupled, numbers[index])
                 of_row = {name: float(values_M[place]) for name, values_M in coupled.items()}
                 numbers[index] = {**numbers[index], **of_row}
         return numbers
+
+    def _check_names(self, coupled: Mapping[str, object], given: Mapping[str, float]) -> None:
+        """Raises TrainError if the objective's numbers have the name of one that the row already has."""
+        taken = sorted(coupled.keys() & given.keys())
+        if taken:
+            raise TrainError(
+                f"the objective {self.algorithm.objective} gives rows the number {taken[0]!r}, which they "
+                "have already: name it otherwise in `couple`, or in --extra-columns"
+            )
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:

@@ -405,6 +405,17 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     assert resolve(outputs.metrics)["rejected_fraction"] == pytest.approx(3 / 7)
 
 
+def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
+    """Above the band of entropies (`adaptive.py`); settings themselves are not negative."""
+    rows = random_rows([3, 4], 0)
+    config = AlgorithmConfig().model_copy(update={"entropy_coef": -0.05})
+    outputs, _, of_entropy_N = run(rows, rows, config)
+    plain, _, _ = run(rows, rows, AlgorithmConfig())
+    mean = sum(sum(row.entropy) for row in rows) / 7
+    assert outputs.loss.item() == pytest.approx(plain.loss.item() + 0.05 * mean)
+    assert of_entropy_N.tolist() == pytest.approx([0.05 / 7] * 7)
+
+
 def test_icepop_is_a_weight_within_bounds_and_else_nothing() -> None:
     """Ratios of 0.4, 0.6, 4 and 6 with bounds 0.5 and 5."""
     old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
