@@ -482,6 +482,10 @@ class GrammarSpan:
     grammar: str
 
 
+SOLVED_NUMBER = "solved"
+"""The number of a row that is 1 if its rollout solved its task, else 0, where the objective reads it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
     """One flat row of training data: a branch of a rollout."""
@@ -536,6 +540,8 @@ class TrainedCounts:
     tokens_of_group: Mapping[str, int]
     """By group id."""
     rows: int
+    solved_tokens: int = 0
+    """Of rows whose number `solved` is 1."""
 
     @property
     def tokens(self) -> int:
@@ -554,14 +560,21 @@ class TrainedCounts:
         tokens_of_rollout: dict[str, int] = {}
         tokens_of_group: dict[str, int] = {}
         rows = 0
+        solved_tokens = 0
         for sample in samples:
             num_trained = int(sample.loss_mask_T.sum())
             if num_trained == 0:
                 continue
             rows += 1
+            solved_tokens += num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
             tokens_of_rollout[sample.rollout_id] = tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
             tokens_of_group[sample.group_id] = tokens_of_group.get(sample.group_id, 0) + num_trained
-        return TrainedCounts(tokens_of_rollout=tokens_of_rollout, tokens_of_group=tokens_of_group, rows=rows)
+        return TrainedCounts(
+            tokens_of_rollout=tokens_of_rollout,
+            tokens_of_group=tokens_of_group,
+            rows=rows,
+            solved_tokens=solved_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

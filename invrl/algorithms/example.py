@@ -12,6 +12,7 @@ from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
 from invrl.top_logprobs import NO_TOKEN
+from invrl.types import SOLVED_NUMBER
 
 _TOKENS_OF_ROWS = (5, 3, 1)
 
@@ -109,15 +110,24 @@ def example_inputs(*, with_top: bool = False) -> LossInputs:
     advantages_N[0] = 0.0
     row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(torch.tensor(_TOKENS_OF_ROWS))
     num_rows = len(_TOKENS_OF_ROWS)
+    solved_R = torch.arange(num_rows) % 2 == 0
+    rows = Rows.each_a_rollout(row_N)
     return LossInputs(
         current_N=near(old_N).requires_grad_(),
         entropy_N=torch.rand(num_tokens, generator=generator).requires_grad_(),
-        rows=Rows.each_a_rollout(row_N),
-        denominators=Denominators(tokens=num_tokens, rows=num_rows, rollouts=num_rows, groups=num_rows),
+        rows=rows,
+        denominators=Denominators(
+            tokens=num_tokens,
+            rows=num_rows,
+            rollouts=num_rows,
+            groups=num_rows,
+            solved_tokens=float(rows.tokens_R[solved_R].sum()),
+        ),
         old_N=old_N,
         rollout_N=near(old_N),
         advantages_N=advantages_N,
         reference_N=near(old_N),
+        numbers={SOLVED_NUMBER: solved_R.float()},
         top=_example_top(num_tokens, generator) if with_top else None,
     )
 

@@ -25,11 +25,17 @@ class Denominators:
     rows: float
     rollouts: float
     groups: float
+    solved_tokens: float = 0.0
+    """Of rows whose number `solved` is 1."""
 
     @staticmethod
     def of(trained: TrainedCounts) -> "Denominators":
         return Denominators(
-            tokens=trained.tokens, rows=trained.rows, rollouts=trained.rollouts, groups=trained.groups
+            tokens=trained.tokens,
+            rows=trained.rows,
+            rollouts=trained.rollouts,
+            groups=trained.groups,
+            solved_tokens=trained.solved_tokens,
         )
 
 

@@ -36,7 +36,17 @@ from invrl.interfaces import AdvantageFn, GroupAdvantageFn
 from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
 from invrl.top_logprobs import TopLogprobs
-from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+from invrl.types import (
+    SOLVED_NUMBER,
+    GrammarSpan,
+    Group,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    TrainBatch,
+    TrainSample,
+    Turn,
+)
 
 REWARDS_COLUMN = "rewards"
 """The column of a row's token rewards, where the trainer computes the advantages."""
@@ -93,6 +103,9 @@ def build_batch(
                 if summary.session_id in group.shaping:
                     numbers = {**sample.numbers, SHAPING_NUMBER: group.shaping[summary.session_id]}
                     sample = replace(sample, numbers=numbers)
+                if rules.solved_reward is not None:
+                    is_solved = summary.reward >= rules.solved_reward
+                    sample = replace(sample, numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)})
                 if rules.token_level:
                     sample = _with_token_rewards(sample, summary, row.branch.turns, use, rules)
                     advantages.append(np.zeros(len(sample.tokens_T)))

@@ -268,7 +268,11 @@ class _TrainingRun:
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
             extra_columns=self.config.gateway.declared_columns.values(),
-            rules=credit_rules(self.config.algorithm, self.config.rollout.max_new_tokens),
+            rules=credit_rules(
+                self.config.algorithm,
+                self.config.rollout.max_new_tokens,
+                success_reward=self.config.buffer.success_reward,
+            ),
         )
         if not self.config.model.teacher_url:
             self._keep(step, batch)

@@ -86,6 +86,8 @@ class TrainRank:
             train,
             Path(folder),
             frozen_models=needs_of(settings.algorithm).reference + bool(settings.teacher_path),
+            reference_moves=settings.algorithm.reference_moves,
+            reference_is_averaged=settings.algorithm.reference_ema > 0,
             has_critic=shares_critic,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,

@@ -56,10 +56,11 @@ from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import MicroBatch, Row
 from invrl.train.model_size import ComputeCost
 from invrl.train.nonfinite_steps import NonfiniteSteps
-from invrl.train.optimizer import apply_gradients
+from invrl.train.optimizer import apply_gradients, forget_moments
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank, gather_rows, means_of_ranks
 from invrl.train.reference import FrozenReference
+from invrl.train.rollout_kl import with_rollout_kl
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.schedule import (
     Packed,
@@ -206,7 +207,8 @@ class TrainStep:
         teacher = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
         before: list[SampleNumbers] = []
-        if needs_of(self.algorithm).values or self.algorithm.token_level:
+        algorithm = self.algorithm
+        if needs_of(algorithm).values or algorithm.token_level or algorithm.kl_in_rollout_rewards:
             for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True):
                 if old is None:
                     old = self._logprobs_before(mini_batch, part, seconds)
@@ -330,7 +332,7 @@ class TrainStep:
         acted: dict[str, Metric] = {}
         if algorithm.kl_target:
             acted["kl_coef"] = Max(before.kl)
-        if algorithm.entropy_target:
+        if algorithm.entropy_target or algorithm.entropy_ceiling:
             acted["entropy_coef"] = Max(before.within(algorithm).entropy_coef)
         if not acted:
             return {}
@@ -352,6 +354,8 @@ class TrainStep:
         interval = self.algorithm.reference_reset_steps
         if interval and (shard[0].version + 1) % interval == 0:
             self.reference.follow(1.0)
+            if self.algorithm.reference_reset_optimizer:
+                forget_moments(self.optimizer)
         if self.algorithm.reference_ema:
             self.reference.follow(1.0 - self.algorithm.reference_ema)
 
@@ -440,8 +444,19 @@ class TrainStep:
         computed when it was taken."""
         shard = prepared.shard
         no_targets = [None] * len(shard)
-        if (values is None and not self.algorithm.token_level) or not prepared.packed:
+        algorithm = self.algorithm
+        is_given = values is None and not algorithm.token_level and not algorithm.kl_in_rollout_rewards
+        if is_given or not prepared.packed:
             return Judged(shard=shard, targets=no_targets, metrics={})
+        if algorithm.kl_in_rollout_rewards:
+            with timed(prepared.seconds, "objective"):
+                with_kl, metrics = with_rollout_kl(
+                    shard,
+                    old=prepared.before,
+                    reference=prepared.reference,
+                    config=self.coefficients.within(algorithm),
+                )
+            return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
         with timed(prepared.seconds, "objective"):
             judged = credit(
                 shard, values, old=prepared.before, reference=prepared.reference, config=self.algorithm
@@ -460,7 +475,8 @@ class TrainStep:
         """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
         they are not recomputed, or where rewards and targets do not depend on them."""
         algorithm = self.algorithm
-        is_read = algorithm.kl_in_token_rewards or algorithm.value_targets == "vtrace"
+        with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
+        is_read = with_kl or algorithm.value_targets == "vtrace"
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with _timed(seconds, "old_logprobs"):
@@ -514,9 +530,19 @@ class TrainStep:
             table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
             coupled = coupling_of(self.algorithm.objective, self._objective)(table)
             for place, index in enumerate(indices, start=first):
+                self._check_names(coupled, numbers[index])
                 of_row = {name: float(values_M[place]) for name, values_M in coupled.items()}
                 numbers[index] = {**numbers[index], **of_row}
         return numbers
+
+    def _check_names(self, coupled: Mapping[str, object], given: Mapping[str, float]) -> None:
+        """Raises TrainError if the objective's numbers have the name of one that the row already has."""
+        taken = sorted(coupled.keys() & given.keys())
+        if taken:
+            raise TrainError(
+                f"the objective {self.algorithm.objective} gives rows the number {taken[0]!r}, which they "
+                "have already: name it otherwise in `couple`, or in --extra-columns"
+            )
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:

@@ -395,6 +395,15 @@ class RankProcess:
         exchanges = [reference._rest, *(exchange for _, exchange in reference._layers)]
         return sum(weight.nbytes for exchange in exchanges for weight in exchange._weights.values())
 
+    def largest_moment(self, _: None) -> float:
+        """Of Adam's, over all parameters of the policy."""
+        states = [
+            state
+            for part in self._rank._step.optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+        ]
+        return max(float(state[name].abs().max()) for state in states for name in ("exp_avg", "exp_avg_sq"))
+
     def forward_passes(self, shard: Shard) -> int:
         """Of the decoder in one training step."""
         passes: list[None] = []

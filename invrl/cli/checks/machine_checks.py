@@ -246,6 +246,8 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             config.train,
             config.model.folder,
             frozen_models=needs_of(config.algorithm).reference + bool(config.model.teacher_model_path),
+            reference_moves=config.algorithm.reference_moves,
+            reference_is_averaged=config.algorithm.reference_ema > 0,
             has_critic=needs_of(config.algorithm).values and config.train.critic_layout is None,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
