@@ -266,7 +266,7 @@ def _weight_folder(config: Config, folder: RunFolder) -> Path:
 def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     """Creates one actor per rank; `TrainHandle.start` makes them join."""
     store_key = random_key()
-    chat_template = _chat_template_override(config)
+    chat_template = chat_template_override(config)
     options = ActorOptions(num_gpus=min(1, count_gpus()))
     actors: list[ActorHandle[TrainActor]] = []
     layout = config.train.layout
@@ -310,7 +310,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     )
 
 
-def _chat_template_override(config: Config) -> str:
+def chat_template_override(config: Config) -> str:
     """The chat template that the run uses instead of the model's own; "" if it uses the model's own."""
     if not config.gateway.chat_template_path:
         return ""

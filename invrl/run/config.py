@@ -84,6 +84,11 @@ class RunConfig(Section):
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
     load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
+    sample_interval_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl; 0: none",
+    )
     progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
     log_samples: NonNegativeInt = Field(
         1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"

@@ -182,7 +182,16 @@ class TrainRank:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
-        return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
+        layout = self._settings.layout
+        rank = self._settings.rank
+        token_records = result.token_records
+        if rank != layout.reporter(layout.coordinates(rank).data):
+            token_records = ()  # the reporter of the replica has the same ones
+        return replace(
+            result,
+            metrics={**result.metrics, **self._memory_metrics(result)},
+            token_records=token_records,
+        )
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
         """As `TrainStep.evaluate`."""

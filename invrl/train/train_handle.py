@@ -6,6 +6,7 @@ The ranks meet in collectives, so if one of them fails or dies the others would 
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,7 +20,7 @@ from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
-from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.interfaces import StagedWeights, StepResult, TokenRecord, WeightLayout
 from invrl.metrics import Metric, merge
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
@@ -68,6 +69,11 @@ class TrainHandle:
         ports = await self._call([0], timeout_s, TrainActor.listen)
         self._processes = await self._call(self._all_ranks, timeout_s, TrainActor.start, ports[0])
 
+    def local_pids(self) -> Mapping[int, int]:
+        """The processes of the ranks on this machine that have started: rank -> pid."""
+        here = os.uname().nodename
+        return {rank: pulse.pid for rank, pulse in self._processes.items() if pulse.host == here}
+
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
         answer, with the last lines of its log."""
@@ -87,9 +93,11 @@ class TrainHandle:
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
+        given = batch
         if self._add_rows is not None:
             batch = self._add_rows(batch)
-        results = await self._call_with_shards(TrainActor.train, self._shards(batch))
+        shards = self._shards(batch)
+        results = await self._call_with_shards(TrainActor.train, shards)
         phases = sorted({phase for result in results.values() for phase in result.seconds})
         seconds = {
             phase: max(result.seconds.get(phase, 0.0) for result in results.values()) for phase in phases
@@ -100,6 +108,7 @@ class TrainHandle:
             nonfinite_steps=reported[0].nonfinite_steps,
             metrics=merge(result.metrics for result in reported),
             seconds=seconds,
+            token_records=records_of_batch(given, shards, [result.token_records for result in reported]),
         )
 
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
@@ -271,6 +280,22 @@ class TrainHandle:
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def records_of_batch(
+    batch: TrainBatch, shards: Sequence[Shard], records: Sequence[Sequence[TokenRecord | None]]
+) -> tuple[TokenRecord | None, ...]:
+    """The records in the order of the batch's samples. `records`: those of each replica, in the order of its
+    shard, or none at all."""
+    record_of: dict[int, TokenRecord | None] = {}
+    for shard, records_of_shard in zip(shards, records, strict=True):
+        if records_of_shard:
+            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+            for sample, record in zip(samples, records_of_shard, strict=True):
+                record_of[id(sample)] = record
+    if not record_of:
+        return ()
+    return tuple(record_of.get(id(sample)) for sample in batch.samples)
 
 
 def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
