@@ -5,7 +5,6 @@ Values come from these sources, later ones win: defaults, the algorithm preset, 
 that says what to change; nothing has started by then. Imports without torch, ray, sglang or
 transformers."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
-from invrl.run.name_suggestions import meant_setting, nearest_setting
+from invrl.run.name_suggestions import meant_setting, nearest, nearest_setting
 from invrl.section import Section
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
@@ -243,18 +242,6 @@ class Source:
 
     name: str
     tables: Tables
-
-
-def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
-    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
-    many for a list, `many`."""
-    valid = sorted(names)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]}?"
-    if len(valid) > 30:
-        return many
-    return f"use one of: {', '.join(valid)}"
 
 
 def read_toml(path: Path) -> Source:

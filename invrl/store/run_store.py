@@ -5,6 +5,7 @@ processes, and so do the commands that show a run, and a gateway worker that tak
 predecessor. The tables are in `schema.py`."""
 
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,7 +159,17 @@ class RunStore:
     """Reads only, from any process."""
 
     def __init__(self, path: Path) -> None:
-        self._db = connect(path)
+        self._use(connect(path))
+
+    @classmethod
+    def through(cls, db: sqlite3.Connection) -> "RunStore":
+        """A reader that uses a connection of the caller, who closes it."""
+        store = cls.__new__(cls)
+        store._use(db)
+        return store
+
+    def _use(self, db: sqlite3.Connection) -> None:
+        self._db = db
         self._db.execute("PRAGMA query_only=1")
         self._db.create_function("is_trainable", 3, is_trainable, deterministic=True)
 
@@ -290,6 +301,14 @@ class RunStore:
         column = "id" if isinstance(name, str) else "key_hash"
         sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (name,)).fetchone()
+        if row is None:
+            return None
+        return self._session(row)
+
+    def session(self, session_id: str) -> StoredSession | None:
+        """The session of this id, whatever its state."""
+        sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?"
+        row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
             return None
         return self._session(row)

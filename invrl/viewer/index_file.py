@@ -76,9 +76,10 @@ class IndexFile:
         except sqlite3.DatabaseError:
             pass  # no tables yet, or a damaged file
         db.close()
-        return self._made_anew(identity)
+        return self.made_anew(identity)
 
-    def _made_anew(self, identity: str) -> sqlite3.Connection:
+    def made_anew(self, identity: str) -> sqlite3.Connection:
+        """As `open_for`, for a run that the index does not fit any more."""
         for ending in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
         db = self._opened()

@@ -11,17 +11,21 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
+from invrl.errors import RunStoreError
 from invrl.gateway.types import Message
 from invrl.observe.transcript import message_text
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import outcome_from_json
+from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps, tokens_path
 from invrl.types import FailedRollout, Outcome, RolloutSummary
 from invrl.viewer.index_file import TURN_BITS, meta_number, meta_text, set_meta
 
@@ -80,9 +84,22 @@ def identity_of(store: sqlite3.Connection, version: int) -> str:
     return json.dumps([version, first_session, first_start])
 
 
+def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
+    """How much of the store the index holds."""
+    [rollouts] = store.execute("SELECT COALESCE(MAX(rowid), 0) FROM sessions").fetchone()
+    [turns] = store.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
+    return Progress(
+        rollouts_indexed=meta_number(index, "session_row"),
+        rollouts=rollouts,
+        turns_indexed=meta_number(index, "turn_seq"),
+        turns=turns,
+    )
+
+
 class IndexFiller:
     """Copies from `store` (read only) to `index`; both are connections of the caller. `rules`: the run's, for
-    failures that count with a reward. `is_live`: whether a process works in the run's folder."""
+    failures that count with a reward. `is_live`: whether a process works in the run's folder.
+    `trained_tokens`: the folder of `store/trained_tokens.py`."""
 
     def __init__(
         self,
@@ -91,8 +108,10 @@ class IndexFiller:
         *,
         rules: Mapping[FailureReason, FailureRule],
         is_live: bool,
+        trained_tokens: Path,
     ) -> None:
         self._store = store
+        self._trained_tokens = trained_tokens
         self._index = index
         self._rules = rules
         self._is_live = is_live
@@ -114,14 +133,7 @@ class IndexFiller:
         return True
 
     def progress(self) -> Progress:
-        [rollouts] = self._store.execute("SELECT COALESCE(MAX(rowid), 0) FROM sessions").fetchone()
-        [turns] = self._store.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
-        return Progress(
-            rollouts_indexed=meta_number(self._index, "session_row"),
-            rollouts=rollouts,
-            turns_indexed=meta_number(self._index, "turn_seq"),
-            turns=turns,
-        )
+        return progress_of(self._store, self._index)
 
     def fill(self) -> bool:
         """One batch of whatever is new, in one transaction. Returns whether anything was."""
@@ -134,6 +146,8 @@ class IndexFiller:
             if not has_more:
                 has_more = self._update_open() or has_more
                 has_more = self._add_turns() or has_more
+            if not has_more:
+                has_more = self._add_trained_tokens()
             self._index.execute("COMMIT")
         except BaseException:
             self._index.execute("ROLLBACK")
@@ -433,6 +447,47 @@ class IndexFiller:
             return ""
         return row[0]
 
+    # ------------------------------------------------------------------ what training did
+
+    def _add_trained_tokens(self) -> bool:
+        """The advantages and the trainer's log-probs of one step that was written since."""
+        try:
+            written = self._trained_tokens.stat().st_mtime_ns
+        except OSError:
+            return False
+        if written == meta_number(self._index, "tokens_written"):
+            return False
+        for step in recorded_steps(self._trained_tokens):
+            key = f"tokens_of_step_{step}"
+            changed = tokens_path(self._trained_tokens, step).stat().st_mtime_ns
+            if changed == meta_number(self._index, key):
+                continue
+            set_meta(self._index, key, changed)
+            self._add_step(step)
+            return True
+        set_meta(self._index, "tokens_written", written)
+        return False
+
+    def _add_step(self, step: int) -> None:
+        """A damaged file counts as none: the page of a token says what is wrong with it."""
+        try:
+            turns = read_trained_tokens(self._trained_tokens, step)
+        except RunStoreError:
+            return
+        sums: dict[int, NDArray[np.float64]] = {}
+        sql = "SELECT id, session_id, logprobs FROM turns WHERE id IN (SELECT value FROM json_each(?))"
+        for turn_id, session_id, logprobs in self._store.execute(sql, (json.dumps(list(turns)),)):
+            rollout = self._rollout_of(session_id)
+            engine_N = np.frombuffer(logprobs, np.float32)
+            if rollout is None or len(engine_N) != len(turns[turn_id].trained_N):
+                continue
+            sums[rollout] = sums.get(rollout, np.zeros(4)) + _sums(turns[turn_id], engine_N)
+        values = [
+            (_share(advantages, tokens), _share(gaps, compared), rollout)
+            for rollout, (advantages, tokens, gaps, compared) in sums.items()
+        ]
+        self._index.executemany("UPDATE rollouts SET advantage=?, gap=? WHERE id=?", values)
+
     # ------------------------------------------------------------------ what was said
 
     def _add_turns(self) -> bool:
@@ -467,6 +522,27 @@ class IndexFiller:
         text = _said_in(messages)
         document = (rollout << TURN_BITS) + number
         self._index.execute("INSERT INTO said (rowid, text) VALUES (?,?)", (document, text))
+
+
+def _sums(turn: TrainedTurn, engine_N: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Sum and number of the advantages of trained tokens, and of the gaps between engine and trainer."""
+    gaps_N = np.abs(engine_N.astype(np.float64) - turn.logprobs_N)
+    compared_N = turn.trained_N & np.isfinite(gaps_N)
+    advantages_N = turn.advantages_N.astype(np.float64)
+    return np.array(
+        [
+            advantages_N[turn.trained_N].sum(),
+            turn.trained_N.sum(),
+            gaps_N[compared_N].sum(),
+            compared_N.sum(),
+        ]
+    )
+
+
+def _share(total: float, count: float) -> float | None:
+    if not count:
+        return None
+    return float(total / count)
 
 
 def _said_in(messages: bytes) -> str:

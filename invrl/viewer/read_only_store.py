@@ -15,7 +15,7 @@ from pathlib import Path
 
 from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.private_file import open_private
-from invrl.store.schema import check_version
+from invrl.store.schema import ADDED_TABLES, check_version
 
 _WAIT_S = 1.0
 """How long a connection waits for a process that holds the store alone."""
@@ -97,6 +97,10 @@ class ReadOnlyStore:
 def _open(path: Path, options: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{options}"
     db = sqlite3.connect(uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA temp_store=MEMORY")
+    for table in ADDED_TABLES:  # an earlier store lacks them; in the connection's memory they are empty
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone() is None:
+            db.execute(f"CREATE TEMP TABLE {table} (session_id, turn_id, name, number, numbers)")
     db.execute("PRAGMA query_only=1")
     return db
 
