@@ -6,7 +6,7 @@ that says what to change; nothing has started by then. Imports without torch, ra
 transformers."""
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn

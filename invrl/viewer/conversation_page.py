@@ -35,7 +35,9 @@ _CHILDREN = """
     SELECT id, parent_id, state, reward, opened_at FROM sessions
     WHERE id IN family AND parent_id != '' ORDER BY rowid
 """
-_TURN_NUMBERS = "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
+_TURN_NUMBERS = (
+    "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
+)
 
 Row = dict[str, Any]
 
@@ -93,7 +95,9 @@ class _DetailReader:
             return []
         place = (self._row["index"], self._row["attempt"])
         return [
-            _entry_row(entry) for entry in kept if (entry.entry.place.index, entry.entry.place.attempt) == place
+            _entry_row(entry)
+            for entry in kept
+            if (entry.entry.place.index, entry.entry.place.attempt) == place
         ]
 
     def _children(self) -> list[Row]:
@@ -189,7 +193,9 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
         session_id = found[0]
         turn = next(turn for turn in RunStore.through(db).turns(session_id) if turn.id == turn_id)
         sql = "SELECT name, numbers FROM token_numbers WHERE turn_id=?"
-        numbers = {name: np.frombuffer(body, np.float32).tolist() for name, body in db.execute(sql, (turn_id,))}
+        numbers = {
+            name: np.frombuffer(body, np.float32).tolist() for name, body in db.execute(sql, (turn_id,))
+        }
     with run.queries() as queries:
         row = queries.row(session_id)
     start = 0
@@ -233,7 +239,7 @@ def trained_turns(run: ViewedRun, row: Row, notes: list[str]) -> Mapping[str, Tr
     that cannot be read."""
     folder = run.folder.trained_tokens_path
     step = row["step"]
-    if row["purpose"] != "train" or not row["state"] == "trained" or step is None:
+    if row["purpose"] != "train" or row["state"] != "trained" or step is None:
         return None
     try:
         if step not in recorded_steps(folder):
@@ -369,4 +375,3 @@ def _least(logprobs_T: np.ndarray) -> float | None:
     if not len(logprobs_T):
         return None
     return float(logprobs_T.min())
-

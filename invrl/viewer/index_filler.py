@@ -10,8 +10,8 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, pstdev
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import msgspec
@@ -493,16 +493,17 @@ class IndexFiller:
     def _add_turns(self) -> bool:
         last_seq = meta_number(self._index, "turn_seq")
         read_bytes = 0
-        seq = 0
+        newest_seq = 0
         for seq, session_id, logprobs, messages in self._store.execute(_NEW_TURNS, (last_seq, _TURN_BATCH)):
+            newest_seq = seq
             self._add_turn(session_id, logprobs, messages)
             read_bytes += len(messages) + len(logprobs)
             if read_bytes > _TURN_BATCH_BYTES:
                 break
-        if not seq:
+        if not newest_seq:
             return False
-        [turn_id] = self._store.execute("SELECT id FROM turns WHERE seq=?", (seq,)).fetchone()
-        set_meta(self._index, "turn_seq", seq)
+        [turn_id] = self._store.execute("SELECT id FROM turns WHERE seq=?", (newest_seq,)).fetchone()
+        set_meta(self._index, "turn_seq", newest_seq)
         set_meta(self._index, "turn_id", turn_id)
         return True
 

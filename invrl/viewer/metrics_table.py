@@ -2,6 +2,8 @@
 
 Kept as columns: ten thousand names over thousands of steps fit into memory."""
 
+from __future__ import annotations
+
 import json
 import math
 import threading

@@ -43,8 +43,7 @@ class ReadOnlyStore:
         except sqlite3.OperationalError as error:
             if "locked" in str(error) or "busy" in str(error):
                 raise RunStoreError(
-                    f"{self.path}: another process holds it alone ({error}); "
-                    "end that process, or wait for it"
+                    f"{self.path}: another process holds it alone ({error}); end that process, or wait for it"
                 ) from error
             raise self._damaged(error) from error
         except sqlite3.DatabaseError as error:

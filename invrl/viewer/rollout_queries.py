@@ -363,7 +363,8 @@ class RolloutQueries:
             "COUNT(failure) AS failed, SUM(reward) AS total, COUNT(reward) AS rewards, "
             "MIN(reward) AS low, MAX(reward) AS high FROM rollouts WHERE task LIKE ? ESCAPE '\\' "
             "GROUP BY task, purpose, step), "
-            "ends AS (SELECT task, MIN(step) AS first_step, MAX(step) AS last_step FROM at_step GROUP BY task) "
+            "ends AS (SELECT task, MIN(step) AS first_step, MAX(step) AS last_step FROM at_step "
+            "GROUP BY task) "
             "SELECT task, SUM(rollouts) AS rollouts, SUM(trained) AS trained, SUM(failed) AS failed, "
             "GROUP_CONCAT(DISTINCT purpose) AS purposes, SUM(total)/NULLIF(SUM(rewards), 0) AS reward_mean, "
             "MIN(low) AS reward_min, MAX(high) AS reward_max, "
@@ -390,7 +391,7 @@ class RolloutQueries:
         """By task and name of the evaluation: step -> the rewards of its samples."""
         sql = (
             "SELECT task_id, evaluation, step, reward FROM rollouts WHERE purpose='eval' "
-            'AND state=\'evaluated\' AND step IS NOT NULL ORDER BY step, "index"'
+            "AND state='evaluated' AND step IS NOT NULL ORDER BY step, \"index\""
         )
         rewards: dict[tuple[str, str], dict[str, list[float | None]]] = {}
         for task_id, name, step, reward in self._index.execute(sql):

@@ -1,4 +1,4 @@
-"""What the page shows of a run as a whole: the ledger, evaluations, weights, processes over time, settings."""
+"""What the page shows of a run as a whole: ledger, evaluations, weights, processes over time, settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from invrl.buffer.ledger_store import Incarnation, check_lineage, first_lost_sequences, incarnations_in, ledger_in
+from invrl.buffer.ledger_store import (
+    Incarnation,
+    check_lineage,
+    first_lost_sequences,
+    incarnations_in,
+    ledger_in,
+)
 from invrl.errors import BufferStateError, RunStoreError
 from invrl.store.rows import outcome_from_json
 from invrl.store.timeline_file import Span, read_timeline

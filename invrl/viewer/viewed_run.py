@@ -1,7 +1,8 @@
 """A run that is viewed: its files, what is computed of them, and its state now.
 
 `refresh` reads what has changed since it was called last and costs next to nothing if nothing has. All else
-answers from what is there. Invariant: nothing is written into the run's folder, and no lock is taken there."""
+answers from what is there. Invariant: nothing is written into the run's folder, and no lock is taken
+there."""
 
 from __future__ import annotations
 
@@ -380,6 +381,4 @@ def _check_folder(folder: RunFolder) -> None:
     except OSError as error:
         raise ConfigError("RUN", str(folder.path), f"it cannot be read: {error}", fix) from error
     if not is_run:
-        raise ConfigError(
-            "RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix
-        )
+        raise ConfigError("RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix)
