@@ -29,7 +29,14 @@ _START = 1_795_640_000.0
 
 
 def run_value(run: str, step: int = 8, state: str = "ended") -> dict[str, Any]:
-    index = {"rollouts_indexed": 240, "rollouts": 240, "turns_indexed": 480, "turns": 480, "ready": True, "error": ""}
+    index = {
+        "rollouts_indexed": 240,
+        "rollouts": 240,
+        "turns_indexed": 480,
+        "turns": 480,
+        "ready": True,
+        "error": "",
+    }
     return {
         "id": run, "name": run, "path": f"/runs/{run}", "state": state, "started_at": _START, "last_at": _START + 300,
         "step": step, "num_steps": 8, "phase": "rollout", "phase_since": None, "incarnations": 2, "index": index,
@@ -87,13 +94,31 @@ def detail_value(session_id: str) -> dict[str, Any]:
         _turn(2, 0, [*first, _message("user", f"Again. {HOSTILE}")], "edited_history"),
     ]
     traceback = f'Traceback (most recent call last):\n  File "agent.py"\nValueError: {HOSTILE}'
-    step = {"incarnation": 0, "at": _START, "reason": None, "failure": None, "detail": "", "batch_id": 1, "step": 1}
+    step = {
+        "incarnation": 0,
+        "at": _START,
+        "reason": None,
+        "failure": None,
+        "detail": "",
+        "batch_id": 1,
+        "step": 1,
+    }
     ledger = [
         {**step, "sequence": 1, "state": "finished", "lost": False},
-        {**step, "sequence": 2, "state": row["state"], "lost": False, "failure": row["failure"], "detail": traceback},
+        {
+            **step,
+            "sequence": 2,
+            "state": row["state"],
+            "lost": False,
+            "failure": row["failure"],
+            "detail": traceback,
+        },
     ]
     members = [other for other in ROWS if other["group_id"] == row["group_id"]]
-    group = [{key: other[key] for key in ("session_id", "index", "attempt", "reward", "state")} for other in members]
+    group = [
+        {key: other[key] for key in ("session_id", "index", "attempt", "reward", "state")}
+        for other in members
+    ]
     return {
         "row": row, "detail": traceback if row["failure"] else "", "numbers": {"loss": 0.5},
         "sampling": {"temperature": 1.0}, "limits": None, "rewards": [], "ledger": ledger, "children": [],
@@ -121,7 +146,9 @@ def _facets(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def counts(values: list[Any]) -> dict[str, int]:
         return {str(value): values.count(value) for value in dict.fromkeys(values) if value not in (None, "")}
 
-    facets = {name: counts([row[name] for row in rows]) for name in ("purpose", "evaluation", "state", "failure")}
+    facets = {
+        name: counts([row[name] for row in rows]) for name in ("purpose", "evaluation", "state", "failure")
+    }
     ranges = {"reward": [0, 1], "tokens": [10, 59], "turns": [3, 3], "staleness": [0, 2], "seconds": None}
     return {
         **facets, "total": len(rows), "drop": {"stale": 3}, "fork": {"edited_history": len(rows)},
@@ -170,7 +197,13 @@ class PageServer:
 
     @staticmethod
     def _metrics(number: int) -> dict[str, list[list[float]]]:
-        names = ["rollout/reward_mean", "train/approx_kl", "time/train_s", "time/rollout_s", "eval/sampled/reward_mean"]
+        names = [
+            "rollout/reward_mean",
+            "train/approx_kl",
+            "time/train_s",
+            "time/rollout_s",
+            "eval/sampled/reward_mean",
+        ]
         names += ["eval/sampled/reward_mean_low", "eval/sampled/reward_mean_high", HOSTILE]
         return {name: [[s, _START + 10 * s, 0.1 * s + number * 0.2] for s in range(1, 9)] for name in names}
 
@@ -201,11 +234,17 @@ class PageServer:
         if name == "runs":
             return {"runs": self.runs, "version": "0"}
         if name == "config":
-            runs = {run["id"]: {"algorithm": {"name": HOSTILE, "lr": number}} for number, run in enumerate(self.runs)}
+            runs = {
+                run["id"]: {"algorithm": {"name": HOSTILE, "lr": number}}
+                for number, run in enumerate(self.runs)
+            }
             values = {run: section["algorithm"]["lr"] for run, section in runs.items()}
             return {"runs": runs, "differences": [{"key": "algorithm.lr", "values": values}]}
         if name == "metric-names":
-            names = sorted({name for rows in self.metric_rows.values() for name in rows} | {f"many/{n:05d}" for n in range(10_000)})
+            names = sorted(
+                {name for rows in self.metric_rows.values() for name in rows}
+                | {f"many/{n:05d}" for n in range(10_000)}
+            )
             text = query.get("q", "")
             runs = [run["id"] for run in self.runs]
             return {"names": [{"name": n, "runs": runs, "count": 8, "last": 1.0} for n in names if text in n]}
@@ -230,7 +269,9 @@ class PageServer:
         rows = [row for row in ROWS if all(str(row[name]) == value for name, value in keys.items())]
         rows = [row for row in rows if query.get("group") in (None, row["group_id"])]
         low = query.get("min_reward")
-        return [row for row in rows if low is None or (row["reward"] is not None and row["reward"] >= float(low))]
+        return [
+            row for row in rows if low is None or (row["reward"] is not None and row["reward"] >= float(low))
+        ]
 
     def _steps(self) -> dict[str, Any]:
         step = {
@@ -259,12 +300,21 @@ class PageServer:
         return {"total": 1, "rows": [task]}
 
     def _ledger(self) -> dict[str, Any]:
-        lives = [{"number": n, "parent": n - 1, "step": 4 * n, "sequence": 9, "started_at": _START, "lost": n} for n in (0, 1)]
+        lives = [
+            {"number": n, "parent": n - 1, "step": 4 * n, "sequence": 9, "started_at": _START, "lost": n}
+            for n in (0, 1)
+        ]
         counts = [
             {"state": "trained", "reason": None, "failure": None, "count": 225},
             {"state": "failed", "reason": None, "failure": "agent", "count": 15},
         ]
-        failure = {"failure": "agent", "line": HOSTILE, "detail": f"Traceback\n{HOSTILE}", "count": 15, "session_ids": ["s-0005"]}
+        failure = {
+            "failure": "agent",
+            "line": HOSTILE,
+            "detail": f"Traceback\n{HOSTILE}",
+            "count": 15,
+            "session_ids": ["s-0005"],
+        }
         return {"incarnations": lives, "counts": counts, "lineage": "ok", "failures": [failure]}
 
     def _evaluations(self) -> dict[str, Any]:
@@ -276,7 +326,10 @@ class PageServer:
             return {**named, **bounds, **accuracy, "pass_at": pass_at}
 
         by_step = {"0": [0.0, None, 0.0, 1.0], "8": [1.0, 1.0, 1.0, 0.0]}
-        rows = [{"task_id": f"{HOSTILE} {n}", "name": "sampled", "by_step": by_step, "gain": 0.5} for n in range(20)]
+        rows = [
+            {"task_id": f"{HOSTILE} {n}", "name": "sampled", "by_step": by_step, "gain": 0.5}
+            for n in range(20)
+        ]
         return {"scores": [score(0, 0.3), score(4, 0.5), score(8, 0.8)], "tasks": {"total": 20, "rows": rows}}
 
     def _weights(self) -> dict[str, Any]:
@@ -286,7 +339,11 @@ class PageServer:
              "canary_mean_gap": 0.001}
             for n in range(1, 9)
         ]  # fmt: skip
-        return {"updates": updates, "incarnations": self._ledger()["incarnations"], "engines": {"fleet/engines": [[1, 0.0, 2.0]]}}
+        return {
+            "updates": updates,
+            "incarnations": self._ledger()["incarnations"],
+            "engines": {"fleet/engines": [[1, 0.0, 2.0]]},
+        }
 
     def _timeline(self) -> dict[str, Any]:
         spans = []
@@ -296,15 +353,37 @@ class PageServer:
                 ("driver", "rollout", 0, 15, "rollouts"), ("rollout", "rollout", 0, 14, ""), ("driver", "train", 15, 25, "trainer"),
                 ("trainer", "train", 15, 25, ""), ("sync", "sync", 25, 28, ""),
             ):  # fmt: skip
-                spans.append({"lane": lane, "name": name, "step": step, "start": at + start, "end": at + end, "waits_for": waits, "parts": {"forward": 1.0}})
+                spans.append(
+                    {
+                        "lane": lane,
+                        "name": name,
+                        "step": step,
+                        "start": at + start,
+                        "end": at + end,
+                        "waits_for": waits,
+                        "parts": {"forward": 1.0},
+                    }
+                )
         starts = [{"time": _START + 120, "pid": 1, "step": 4, "restart": True}]
         return {"recorded": True, "starts": starts, "spans": spans, "now": None, "notes": []}
 
     def _engines(self) -> dict[str, Any]:
         def sample(number: int) -> dict[str, Any]:
-            engine = {"name": "engine-0", "running": number % 7, "waiting": number % 3, "kv_use": 0.4, "cache_hit_rate": 0.9, "tokens_per_s": 300.0}
+            engine = {
+                "name": "engine-0",
+                "running": number % 7,
+                "waiting": number % 3,
+                "kv_use": 0.4,
+                "cache_hit_rate": 0.9,
+                "tokens_per_s": 300.0,
+            }
             gateway = {"requests": 9, "latency_p50_s": 0.2, "latency_p95_s": 0.6, "loop_lag_s": 0.001}
-            return {"time": _START + 3 * number, "engines": [engine], "gateway": gateway, "memory": {"driver": 2**30, "engine-0": 2**31}}
+            return {
+                "time": _START + 3 * number,
+                "engines": [engine],
+                "gateway": gateway,
+                "memory": {"driver": 2**30, "engine-0": 2**31},
+            }
 
         return {"recorded": True, "samples": [sample(number) for number in range(80)]}
 

@@ -35,6 +35,7 @@ from invrl.extra_columns import ExtraColumn
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
 from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
 REWARDS_COLUMN = "rewards"
@@ -244,6 +245,7 @@ def _training_sample(
         turn_spans=tuple(turn_spans),
         grammars=tuple(grammars),
         experts_TLK=_experts(rollout, branch.row_turns),
+        top_logprobs=_top_logprobs(rollout, branch.row_turns, mask_T),
         columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
         numbers=_extra_numbers(summary, extra_columns),
     )
@@ -307,6 +309,17 @@ def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
         predicting.append(experts_TLK)
     predicting.append(np.full((1, *sizes), unknown_expert(dtype), dtype))
     return np.concatenate(predicting)[1:]
+
+
+def _top_logprobs(rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]) -> TopLogprobs | None:
+    """The likeliest tokens in the place of each trained token of a row. None in turns without a record."""
+    if not any(turn.id in rollout.top_logprobs for turn in turns):
+        return None
+    parts: list[TopLogprobs] = []
+    for turn in turns:
+        parts.append(TopLogprobs.none(len(turn.context_ids_T), 0))
+        parts.append(rollout.top_logprobs.get(turn.id, TopLogprobs.none(len(turn.sampled_ids_T), 0)))
+    return TopLogprobs.joined(parts).where(mask_T)
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:

@@ -131,6 +131,7 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "data_parallel_size",
         "tensor_model_parallel_size",
         "context_parallel_size",
+        "critic_data_parallel_size",
         "pipeline_model_parallel_size",
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",

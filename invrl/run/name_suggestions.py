@@ -18,6 +18,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     ),
     "lr": "learning_rate actor_lr step_size",
     "critic_lr": "value_lr lr_critic critic_learning_rate vf_lr",
+    "critic_data_parallel_size": "critic_num_gpus critic_num_gpus_per_node critic_ranks critic_dp_size",
     "critic_warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
     "critic_model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
     "value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",

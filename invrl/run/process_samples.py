@@ -61,7 +61,7 @@ def kinds_of(cluster: Cluster) -> Mapping[int, str]:
         if isinstance(engine.server, EngineServer):
             kinds[engine.server.pid] = name
     if cluster.trainer is not None:
-        kinds.update({pid: f"rank-{rank}" for rank, pid in cluster.trainer.local_pids().items()})
+        kinds.update({pid: name for name, pid in cluster.trainer.local_pids().items()})
     return kinds
 
 

@@ -19,14 +19,17 @@ from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     SESSION_COLUMNS,
+    TOP_COLUMNS,
     TURN_COLUMNS,
     StoredSession,
     experts_from_row,
     outcome_from_json,
     session_from_row,
+    top_from_row,
     turn_from_row,
 )
 from invrl.store.schema import connect
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -78,6 +81,10 @@ _ROUTED_EXPERTS = f"""
 """
 _TOKEN_NUMBERS = """
     SELECT turn_id, name, numbers FROM token_numbers
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+"""
+_TOP_LOGPROBS = f"""
+    SELECT {TOP_COLUMNS} FROM top_logprobs
     WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
 _SILENT_SESSIONS = """
@@ -252,6 +259,7 @@ class RunStore:
                 summary=summary,
                 routed_experts=self._routed_experts(family),
                 token_numbers=self._token_numbers(family),
+                top_logprobs=self._top_logprobs(family),
             )
             rollouts.append(with_tokens)
         return rollouts
@@ -267,6 +275,11 @@ class RunStore:
         for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(list(session_ids)),)):
             token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(content, np.float32)
         return token_numbers
+
+    def _top_logprobs(self, session_ids: Sequence[str]) -> dict[str, TopLogprobs]:
+        """By turn id, as far as they were recorded."""
+        rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(list(session_ids)),))
+        return {row[0]: top_from_row(row) for row in rows}
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as
