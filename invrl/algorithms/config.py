@@ -361,7 +361,8 @@ class AlgorithmConfig(Section):
     policy_loss: str = Field(
         "clip",
         description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'dppo_tv', 'dppo_kl', 'vespo', "
-        "'policy_gradient' (no ratio), or module:name of a PolicyLoss",
+        "'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', 'dppo_kl_topk', 'simko'; "
+        "or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
@@ -383,6 +384,18 @@ class AlgorithmConfig(Section):
         0.2,
         description="distance from the policy that sampled above which a token is masked (dppo_tv; the paper "
         "has 0.05 for dppo_kl)",
+    )
+    simko_alpha: float = Field(
+        0.01, ge=0.0, le=1.0, description="share of a token's gradient that the likeliest tokens get (simko)"
+    )
+    simko_top1_weight: PositiveFloat = Field(
+        1.1, description="factor of the ratio of a likeliest token whose advantage is negative (simko)"
+    )
+    simko_entropy_quantile: float = Field(
+        0.8,
+        ge=0.0,
+        le=1.0,
+        description="quantile of a row's entropies above which tokens are changed (simko)",
     )
     vespo_power_positive: NonNegativeFloat = Field(
         2.0, description="c1 of the row's weight W^c1 exp(c2 (1 - W)), advantage not negative (vespo)"

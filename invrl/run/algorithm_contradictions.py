@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE
 from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
+from invrl.algorithms.surrogates import ON_TOP_TOKENS
 
 if TYPE_CHECKING:
     from invrl.run.config import Config
@@ -104,8 +105,9 @@ def _loss(config: Config) -> Contradictions:
         yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
     surrogate = algorithm.policy_loss
     if algorithm.ratio_level != "token":
-        if surrogate in ("dppo_tv", "dppo_kl"):
-            reason = f"{surrogate} masks single tokens by their own probabilities"
+        if surrogate in ("dppo_tv", "dppo_kl", *ON_TOP_TOKENS):
+            verb = "changes the ratios of" if surrogate == "simko" else "masks"
+            reason = f"{surrogate} {verb} single tokens by their own probabilities"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
@@ -122,6 +124,21 @@ def _loss(config: Config) -> Contradictions:
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
     yield from _bounds_of_corrections(config)
+
+
+def _top_logprobs(config: Config) -> Contradictions:
+    """An objective that reads the likeliest tokens, in a run that does not record them. (Rows that were
+    recorded earlier are checked when they are trained.)"""
+    algorithm = config.algorithm
+    if config.run.debug_train_only or config.run.debug_rollout_only:
+        return
+    if config.rollout.rollout_top_logprobs or not needs_of(algorithm).top_logprobs:
+        return
+    reader = f"the objective {algorithm.objective}"
+    if algorithm.policy_loss in ON_TOP_TOKENS:
+        reader = f"the policy loss {algorithm.policy_loss}"
+    reason = f"{reader} reads the likeliest tokens in the place of each sampled one, and none are recorded"
+    yield "rollout.rollout_top_logprobs", reason, "set --rollout-top-logprobs, to 20 for example (SimKO: 3)"
 
 
 def _bounds_of_corrections(config: Config) -> Contradictions:
@@ -254,7 +271,13 @@ _OF_THE_CRITIC = {
         "vtrace_c_cap",
         "value_clip",
     ),
-    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "train": (
+        "critic_lr",
+        "critic_lr_warmup_steps",
+        "critic_clip_grad",
+        "critic_warmup_steps",
+        "critic_data_parallel_size",
+    ),
     "model": ("critic_model_path",),
 }
 """Settings that act only where a critic is trained, by table."""
@@ -299,4 +322,4 @@ def _critic(config: Config) -> Contradictions:
 
 ON_DATA = (_reference, _critic, _loss, _kl, _objective, _teacher)
 """For a run on a file."""
-WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _kl, _objective, _teacher)
+WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _top_logprobs, _kl, _objective, _teacher)
