@@ -306,7 +306,7 @@ def test_runs_lie_over_each_other_and_their_settings_differ(reader: Reader) -> N
 
 def test_a_live_run_updates_what_is_shown(reader: Reader) -> None:
     page = reader.open("overview")
-    page.wait_for_selector("#connection >> text=live")
+    page.wait_for_selector("#connection >> text=connected")
     reader.server.metric_rows["first"]["rollout/reward_mean"].append([9, 0.0, 0.123])
     reader.server.runs[0] = {**reader.server.runs[0], "step": 9, "state": "running"}
     reader.server.send("first", "metrics", "state")
