@@ -112,7 +112,10 @@ class _DetailReader:
         for turn_id, name, number in self._db.execute(_TURN_NUMBERS, (msgspec.json.encode(family).decode(),)):
             if turn_id:
                 numbers.setdefault(turn_id, {})[name] = number
-        recorded = [of_turn for member in family for of_turn in self._store.recorded_turns(member)]
+        try:
+            recorded = [of_turn for member in family for of_turn in self._store.recorded_turns(member)]
+        except (KeyError, ValueError, msgspec.MsgspecError) as error:
+            raise RunStoreError(f"the turns of {self._row['session_id']} are damaged: {error}") from error
         recorded.sort(key=lambda of_turn: of_turn[0].finished_at)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
         rows: list[Row] = []

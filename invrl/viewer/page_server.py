@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from invrl import __version__
-from invrl.errors import ConfigError, InvrlError
+from invrl.errors import ConfigError, DamagedFileError, InvrlError
 from invrl.viewer.access import HEADERS, Access, Refusal, without_key
 from invrl.viewer.rollout_queries import Parameters, read_page
 from invrl.viewer.run_watch import RunWatch
@@ -191,6 +191,10 @@ class PageServer:
         return FileResponse(path, media_type=media_type)
 
 
+class _NoSuchPage(Exception):
+    """The run does not have what was asked for."""
+
+
 def runs_page(runs: Sequence[ViewedRun]) -> Any:
     for run in runs:
         run.metrics.refresh()
@@ -202,7 +206,7 @@ def _rollout(run: ViewedRun, parameters: Parameters, name: str) -> Any:
 
     detail = rollout_detail(run, name, full=_is_full(parameters))
     if detail is None:
-        raise LookupError(f"the run has no rollout {name!r}, or it is not indexed yet")
+        raise _NoSuchPage(f"the run has no rollout {name!r}, or it is not indexed yet")
     return detail
 
 
@@ -211,7 +215,7 @@ def _tokens(run: ViewedRun, parameters: Parameters, name: str) -> Any:
 
     tokens = turn_tokens(run, name, full=_is_full(parameters))
     if tokens is None:
-        raise LookupError(f"the run has no turn {name!r}")
+        raise _NoSuchPage(f"the run has no turn {name!r}")
     return tokens
 
 
@@ -320,11 +324,12 @@ async def _in_thread(work: Callable[[], Any]) -> Response:
     except ConfigError as error:
         status = 404 if error.field == "run" else 400
         return _error(status, error.reason, field=error.field, value=str(error.value), fix=error.fix)
-    except LookupError as error:
-        return _error(404, str(error.args[0]), fix="go back to the list of rollouts")
+    except _NoSuchPage as error:
+        return _error(404, str(error), fix="go back to the list of rollouts")
+    except DamagedFileError as error:
+        return _error(503, f"{error.path}: {error.reason}", fix=error.fix)
     except InvrlError as error:
-        fix = getattr(error, "fix", "") or "look at the notes of the run"
-        return _error(503, str(error), fix=fix)
+        return _error(503, str(error), fix="look at the notes of the run")
     except OSError as error:
         return _error(503, f"the run's folder cannot be read: {error}", fix="check that it is still there")
 

@@ -17,6 +17,7 @@ from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.private_file import open_private
 from invrl.store.schema import ADDED_TABLES, check_version
 
+_NO_STORE = "a run on a file has no rollouts; another one makes its store when it begins"
 _WAIT_S = 1.0
 """How long a connection waits for a process that holds the store alone."""
 
@@ -34,7 +35,7 @@ class ReadOnlyStore:
         another version, and RunStoreError if another process holds it alone; also for what SQLite finds
         while the caller reads."""
         if not self.path.exists():
-            raise DamagedFileError(self.path, "it is missing", "rollouts are shown once the run has made one")
+            raise DamagedFileError(self.path, "it is missing", _NO_STORE)
         try:
             with contextlib.closing(self._connect()) as db:
                 if not check_version(db, self.path):

@@ -18,7 +18,7 @@ from invrl.buffer.ledger_store import (
     incarnations_in,
     ledger_in,
 )
-from invrl.errors import BufferStateError, RunStoreError
+from invrl.errors import BufferStateError, DamagedFileError, RunStoreError
 from invrl.store.rows import outcome_from_json
 from invrl.store.timeline_file import Span, read_timeline
 from invrl.types import FailedRollout
@@ -123,6 +123,8 @@ def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
     scores: dict[tuple[int, str], Row] = {}
     for name, points in run.metrics.series(names).items():
         evaluation, _, measure = name.removeprefix("eval/").rpartition("/")
+        if not evaluation:
+            continue  # the held-out loss of a run on a file
         for step, _, value in points:
             score = scores.setdefault((step, evaluation), _empty_score(step, evaluation))
             _put_measure(score, measure, value)
@@ -203,7 +205,7 @@ def weights_page(run: ViewedRun) -> Row:
             found = incarnations_in(db)
             lost = _lost_counts(db, found)
         incarnations = _incarnation_rows(found, lost)
-    except (RunStoreError, OSError):
+    except (DamagedFileError, RunStoreError):
         pass  # the run's notes say why
     engines = run.metrics.series(name for name in names if name.startswith(("engine", "fleet")))
     return {
