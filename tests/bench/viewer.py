@@ -3,9 +3,10 @@
     python tests/bench/viewer.py [--rollouts 100000] [--folder FOLDER] [--live-s 60] [--out FILE]
 
 Opening: from the start of the process to the first `/api/runs` and the first page of rollouts, without an
-index, which is filled meanwhile, and with one. Then every filter, sort and search twice, and the slowest. Live: a process appends 10 rollouts of 3 turns per second, each in the transactions that a gateway
-and a buffer would make, with and without a viewer whose page is open; the viewer's CPU seconds per second,
-and how much longer the writer's transactions take.
+index, which is filled meanwhile, and with one. Then every filter, sort and search twice, and the slowest.
+Live: a process appends 10 rollouts of 3 turns per second, each in the transactions that a gateway and a
+buffer would make, with and without a viewer whose page is open; the viewer's CPU seconds per second, and how
+much longer the writer's transactions take.
 """
 
 from __future__ import annotations

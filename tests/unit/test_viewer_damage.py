@@ -176,18 +176,29 @@ def test_a_store_of_a_later_version_is_named(tmp_path: Path) -> None:
 def test_a_store_that_another_process_holds_alone_is_named_and_read_later(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "hello", 1.0)
-    folder = closed(recorded)
     holder = sqlite3.connect(recorded.folder.store_path, isolation_level=None)
+    holder.execute("SELECT COUNT(*) FROM sessions").fetchone()
+    folder = closed(recorded)
     holder.execute("PRAGMA locking_mode=EXCLUSIVE")
-    holder.execute("BEGIN EXCLUSIVE")
     holder.execute("INSERT INTO flushes VALUES (77, 1.0)")
-    holder.execute("COMMIT")
+    assert recorded.folder.store_path.with_name("run.sqlite-shm").exists()
     run = view_of(folder, tmp_path / "cache")
-    assert "holds it alone" in notes_of(run)
+    assert "another process holds it alone" in notes_of(run)
     holder.close()
     refreshed(run)
     assert ids(run) == {session}
     assert notes_of(run) == ""
+
+
+def test_a_store_that_is_held_alone_without_a_shared_index_is_read(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    session = recorded.add("a", "hello", 1.0)
+    folder = closed(recorded)
+    holder = sqlite3.connect(recorded.folder.store_path, isolation_level=None)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("INSERT INTO flushes VALUES (77, 1.0)")
+    assert ids(view_of(folder, tmp_path / "cache")) == {session}
+    holder.close()
 
 
 def test_a_run_without_a_store_shows_what_it_has(tmp_path: Path) -> None:
@@ -249,7 +260,8 @@ def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
     assert ids(run, q="marker") == {binary}
     cut = rollout_detail(run, large, full=False)
     whole = rollout_detail(run, large, full=True)
-    assert cut and whole
+    assert cut
+    assert whole
     assert cut["turns"][0]["reply"]["cut"]
     assert len(cut["turns"][0]["reply"]["content"]) == 100_000
     assert len(whole["turns"][0]["reply"]["content"]) == 1_000_007
