@@ -2,7 +2,7 @@
 "use strict";
 invrl.api = (() => {
   const written = new Map();
-  const waiting = new Map();
+  const loads = new Map();
 
   /** An error with what the reader can do about it. */
   class ApiError extends Error {
@@ -57,30 +57,29 @@ invrl.api = (() => {
     return segments.map((segment) => encodeURIComponent(segment)).join("/");
   }
 
-  window.invrlData = (path, value) => {
-    written.set(path, value);
-    const resolve = waiting.get(path);
-    waiting.delete(path);
-    if (resolve) resolve(value);
-  };
+  window.invrlData = (path, value) => written.set(path, value);
 
+  /** Each file is loaded once, however many ask for it. */
   function fromScript(escaped) {
-  const path = escaped.split("/").map(decodeURIComponent).join("/");
-    if (written.has(path)) return Promise.resolve(written.get(path));
+    const path = escaped.split("/").map(decodeURIComponent).join("/");
+    if (!loads.has(path)) loads.set(path, load(path));
+    return loads.get(path);
+  }
+
+  async function load(path) {
     const file = (window.invrlExport.files || {})[path];
     if (!file) {
-      return Promise.reject(new ApiError("This is not in this export.", "Export more rollouts (`--export-rollouts N`), or use `invrl view` on the run.", 404));
+      throw new ApiError("This is not in this export.", "Export more rollouts (`--export-rollouts N`), or use `invrl view` on the run.", 404);
     }
-    return new Promise((resolve, reject) => {
-      waiting.set(path, resolve);
+    await new Promise((resolve, reject) => {
       const script = document.createElement("script");
       script.src = file;
+      script.onload = resolve;
       script.onerror = () => reject(new ApiError(`${file} of this export is missing.`, "Copy the export's whole folder, or export again."));
-      script.onload = () => {
-        if (!written.has(path)) reject(new ApiError(`${file} of this export is damaged.`, "Export again."));
-      };
       document.head.append(script);
     });
+    if (!written.has(path)) throw new ApiError(`${file} of this export is damaged.`, "Export again.");
+    return written.get(path);
   }
 
   return { ApiError, isExport, get, pathOf };

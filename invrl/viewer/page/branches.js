@@ -66,7 +66,7 @@ invrl.branches = (() => {
       return element(
         "a",
         { href: hrefOf(turn), class: onPath.has(turn.id) ? "on-path" : null, "aria-current": turn.id === active ? "true" : null, title: turn.fork_reason ? `Branched: ${turn.fork_reason}` : null },
-        element("b", {}, `${turn.fork_reason ? "⑂ " : ""}${turnNumber(turns, turn.id)}`),
+        element("b", {}, `${turn.fork_reason ? "↳ " : ""}${turnNumber(turns, turn.id)}`),
         ` ${short(what, 40) || "(empty)"}`,
         element("span", { class: "quiet" }, ` ${number(turn.sampled_tokens)}`),
       );

@@ -9,7 +9,7 @@ invrl.chart = (() => {
 
   /**
    * A figure with its title, chart and legend.
-   * `series`: [{label, colour, points: [[x, y|null], …], low, high}] with points sorted by x; `low` and `high` are
+   * `series`: [{label, colour, points: [[x, y|null], …], low, high, dash}] with points sorted by x; `low` and `high` are
    * points of an interval. `xName` says what x is ("step", "time"). `sync`: charts of one name share their cursor.
    */
   function lineChart({ title, series, signal, xName = "step", formatX = number, sync = "", height = HEIGHT, unit = "" }) {
@@ -73,7 +73,7 @@ invrl.chart = (() => {
     for (const line of series) {
       data.push(column(line.points));
       const few = line.points.length <= 40;
-      lines.push({ label: line.label, stroke: line.colour, width: 1.5, spanGaps: true, points: { show: few, size: 5, fill: line.colour, stroke: line.colour } });
+      lines.push({ label: line.label, stroke: line.colour, width: 1.5, dash: line.dash, spanGaps: true, points: { show: few, size: 5, fill: line.colour, stroke: line.colour } });
       if (line.low && line.high && line.low.length) {
         data.push(column(line.high), column(line.low));
         const edge = { stroke: `${line.colour}55`, width: 1, spanGaps: true, points: { show: few, size: 3, fill: line.colour, stroke: line.colour } };
@@ -88,7 +88,7 @@ invrl.chart = (() => {
         return element(
           "li",
           {},
-          element("span", { class: "swatch", style: { "background-color": line.colour } }),
+          element("span", line.dash ? { class: "swatch dashed", style: { color: line.colour } } : { class: "swatch", style: { "background-color": line.colour } }),
           element("span", { class: "legend-name" }, line.label),
           element("b", {}, number(value)),
         );

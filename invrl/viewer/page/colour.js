@@ -7,6 +7,11 @@ invrl.colour = (() => {
     return KINDS[((index % KINDS.length) + KINDS.length) % KINDS.length];
   }
 
+  /** The line of the kind: dashed from where colours repeat. */
+  function kindLine(index) {
+    return { colour: kindColour(index), dash: index >= KINDS.length ? [4, 3] : undefined };
+  }
+
   /** Of a number between −limit and limit: orange below 0, blue above, clear at 0. */
   function signColour(value, limit) {
     if (value === null || value === undefined || Number.isNaN(value)) return "transparent";
@@ -23,5 +28,5 @@ invrl.colour = (() => {
     return `rgba(213, 94, 0, ${(0.7 * share).toFixed(3)})`;
   }
 
-  return { KINDS, kindColour, signColour, amountColour };
+  return { KINDS, kindColour, kindLine, signColour, amountColour };
 })();

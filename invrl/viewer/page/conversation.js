@@ -61,7 +61,7 @@ invrl.conversation = (() => {
     return element(
       "div",
       { class: "fork", role: "note" },
-      element("p", {}, element("b", {}, `⑂ ${turn.fork_reason}`), `: this conversation ${where}.`),
+      element("p", {}, element("b", {}, `↳ ${turn.fork_reason}`), `: this conversation ${where}.`),
       turn.fork_advice ? element("p", {}, turn.fork_advice) : null,
     );
   }

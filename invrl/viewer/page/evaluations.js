@@ -63,7 +63,7 @@ invrl.evaluations = (() => {
       if (series.length) figures.push(lineChart({ title, unit: "mean, 95 % interval", series, signal, height: 200 }));
     }
     const curves = passCurves(scores, names);
-    if (curves.length) figures.push(lineChart({ title: "pass@k", unit: "first and last evaluation", series: curves, signal, xName: "k", height: 200 }));
+    if (curves.some((line) => line.points.length > 1)) figures.push(lineChart({ title: "pass@k", unit: "first and last evaluation", series: curves, signal, xName: "k", height: 200 }));
     return element("div", { class: "charts" }, figures);
   }
 
@@ -101,7 +101,7 @@ invrl.evaluations = (() => {
     const limit = Math.max(1e-9, ...first.tasks.rows.flatMap((row) => Object.values(row.by_step).flat().map((reward) => Math.abs(reward ?? 0))));
     const squares = (rewards) => element("span", { class: "squares", title: rewards.map((reward) => number(reward)).join(", ") },
       rewards.slice(0, 16).map((reward) => element("span", { class: reward === null ? "square failed" : "square", style: { "background-color": reward === null ? "transparent" : signColour(reward, limit) } })),
-      ` ${number(mean(rewards))}`);
+      element("span", {}, number(mean(rewards))));
     return dataTable({
       label: "Tasks before and after",
       columns: [

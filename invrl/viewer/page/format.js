@@ -34,6 +34,11 @@ invrl.format = (() => {
     return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
   }
 
+  /** The same without the year, for narrow columns. */
+  function shortClock(time) {
+    return time ? clock(time).slice(5) : DASH;
+  }
+
   function bytes(size) {
     if (size === null || size === undefined) return DASH;
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -60,5 +65,5 @@ invrl.format = (() => {
     return String(value);
   }
 
-  return { number, percent, duration, clock, bytes, short, plain };
+  return { shortClock, number, percent, duration, clock, bytes, short, plain };
 })();

@@ -87,7 +87,7 @@ invrl.frame = (() => {
 
   function connectionMark() {
     if (isExport()) return element("span", { class: "mark", title: `Written ${clock(window.invrlExport.created)}` }, "export");
-    if (connection === "live") return element("span", { class: "mark live", title: "News of the run arrive here" }, "live");
+    if (connection === "live") return element("span", { class: "mark live", title: "The page follows the runs" }, "connected");
     if (connection === "lost") return element("span", { class: "mark lost", title: "The server does not answer; the page tries again" }, "offline");
     return element("span", { class: "mark" }, "…");
   }

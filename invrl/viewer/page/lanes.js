@@ -28,7 +28,7 @@ invrl.lanes = (() => {
         svg.append(drawing("text", { x: "0", y: String(at * LANE + 18), class: "lane-name" }, lane));
         svg.append(drawing("line", { x1: String(LABEL), x2: String(width - 8), y1: String((at + 1) * LANE), y2: String((at + 1) * LANE), class: "lane-line" }));
       });
-      for (const tick of ticksOf(from, to)) {
+      for (const tick of ticksOf(from, to, Math.max(2, Math.floor((width - LABEL) / 96)))) {
         svg.append(drawing("line", { x1: String(x(tick)), x2: String(x(tick)), y1: "0", y2: String(height - 20), class: "lane-line" }));
         svg.append(drawing("text", { x: String(x(tick)), y: String(height - 6), class: "lane-tick", "text-anchor": "middle" }, duration(tick - from)));
       }
@@ -67,9 +67,9 @@ invrl.lanes = (() => {
     return [`${span.lane}: ${span.name}`, span.step === null ? null : `step ${span.step}`, duration(span.end - span.start), span.waits_for ? `waits for ${span.waits_for}` : null, parts.length ? parts.join(", ") : null].filter(Boolean).join(" · ");
   }
 
-  function ticksOf(from, to) {
+  function ticksOf(from, to, most) {
     const steps = [0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800];
-    const step = steps.find((size) => (to - from) / size <= 8) || 604800;
+    const step = steps.find((size) => (to - from) / size <= most) || 604800;
     const ticks = [];
     for (let time = from; time <= to; time += step) ticks.push(time);
     return ticks;

@@ -26,7 +26,7 @@ invrl.ledger = (() => {
     return [
       lineage && lineage !== "ok" ? element("p", { class: "banner warn" }, `The ledger's lineage is broken: ${lineage}`) : null,
       element("section", { "aria-labelledby": "ends-title" },
-        element("h2", { id: "ends-title" }, `Where ${number(total)} rollouts ended`),
+        element("h2", { id: "ends-title" }, `Where ${number(total)} rollouts of the training ended`),
         plainTable("Where every rollout ended", [
           { title: "State", cell: (row) => element("a", { href: link("rollouts", [], filters(row)) }, row.state) },
           { title: "Why", cell: (row) => row.reason || row.failure || "–" },
@@ -46,7 +46,7 @@ invrl.ledger = (() => {
   function livesTable(incarnations) {
     return plainTable("Lives of the run", [
       { title: "Life", number: true, cell: (row) => number(row.number) },
-      { title: "Continues", number: true, cell: (row) => (row.number === row.parent || row.parent < 0 ? "–" : number(row.parent)) },
+      { title: "Continues", number: true, cell: (row) => (row.parent <= 0 ? "–" : number(row.parent)) },
       { title: "Started", cell: (row) => clock(row.started_at) },
       { title: "From step", number: true, cell: (row) => number(row.step) },
       { title: "Entries lost", number: true, hint: "written after the checkpoint that the next life continued from", cell: (row) => number(row.lost) },

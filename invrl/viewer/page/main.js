@@ -60,12 +60,9 @@ invrl.main = (() => {
     const main = document.querySelector("#main");
     document.title = `${TITLES[route.page] || "Not found"}${run ? ` · ${run.name}` : ""} · invrl`;
     const page = PAGES[route.page];
-    if (!page) {
-      replaceChildren(main, empty(`There is no page “${route.page}”.`), element("p", {}, element("a", { href: link("overview") }, "Overview")));
-      return;
-    }
-    if (!run && route.page !== "overview") {
-      replaceChildren(main, empty("This run is not served here.", `Runs: ${allRuns().map((each) => each.name).join(", ") || "none"}`));
+    if (!page || (!run && route.page !== "overview")) {
+      replaceChildren(main, page ? unknownRun() : unknownPage(route));
+      document.body.dataset.ready = key.replaceAll("\n", "/");
       return;
     }
     replaceChildren(main, loading());
@@ -79,6 +76,14 @@ invrl.main = (() => {
       }
     }
     if (!signal.aborted) document.body.dataset.ready = key.replaceAll("\n", "/");
+  }
+
+  function unknownPage(route) {
+    return [empty(`There is no page “${route.page}”.`), element("p", {}, element("a", { href: link("overview") }, "Overview"))];
+  }
+
+  function unknownRun() {
+    return empty("This run is not served here.", `Runs: ${allRuns().map((each) => each.name).join(", ") || "none"}`);
   }
 
   async function start() {

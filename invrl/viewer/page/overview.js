@@ -221,7 +221,7 @@ invrl.overview = (() => {
         const mode = name.slice(5, -"/reward_mean".length);
         const colour = runs.length === 1 ? kindColour(at) : runColour(run.id);
         const label = runs.length === 1 ? mode : `${run.name} · ${mode}`;
-        lines.push({ label, colour, points: line, low: points(run, `${name}_low`), high: points(run, `${name}_high`) });
+        lines.push({ label, colour, dash: runs.length > 1 && at > 0 ? [4 * at, 3] : undefined, points: line, low: points(run, `${name}_low`), high: points(run, `${name}_high`) });
       });
     }
     return lines;

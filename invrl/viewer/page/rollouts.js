@@ -6,7 +6,7 @@ invrl.rollouts = (() => {
   const { filtersOf, filterForm, chips } = invrl.filters;
   const { rolloutRows, rolloutFacets } = invrl.rollout_rows;
   const { dataTable } = invrl.table;
-  const { number, duration, clock, short } = invrl.format;
+  const { number, duration, shortClock, short } = invrl.format;
   const { setPageKeys } = invrl.keys;
   const { onNews } = invrl.events;
   const { failure, loading, empty } = invrl.notice;
@@ -128,17 +128,17 @@ invrl.rollouts = (() => {
       { title: "Task", grow: true, sort: "task", cell: (row) => element("span", { title: row.task_id }, short(row.task || row.task_id, 60) || "–") },
       { title: "Step", number: true, sort: "step", cell: (row) => number(row.step) },
       { title: "Ended as", sort: "state", cell: endCell },
-      { title: "Reward", number: true, sort: "reward", cell: (row) => rewardCell(row.reward), },
+      { title: "Reward", number: true, sort: "reward", cell: (row) => rewardCell(row.reward) },
       { title: "Surprise", number: true, wide: true, sort: "surprise", hint: "distance from the mean of its group or task, in standard deviations", cell: (row) => number(row.surprise, 2) },
       { title: "Advantage", number: true, wide: true, sort: "advantage", cell: (row) => number(row.advantage, 2) },
       { title: "Tokens", number: true, sort: "tokens", cell: (row) => element("span", { title: row.truncated ? "truncated" : null }, number(row.sampled_tokens), row.truncated ? " ✂" : "") },
       { title: "Turns", number: true, sort: "turns", cell: (row) => number(row.turns) },
       { title: "Forks", number: true, wide: true, sort: "forks", hint: "branches of the conversation", cell: (row) => element("span", { title: Object.entries(row.fork_reasons || {}).map(([reason, n]) => `${reason}: ${n}`).join(", ") || null }, number(row.forks)) },
       { title: "Stale", number: true, sort: "staleness", hint: "versions between its oldest token and the weights it trained", cell: (row) => number(row.staleness) },
-      { title: "Log-prob", number: true, wide: true, sort: "logprob", hint: "mean of the engine's, in nats", cell: (row) => number(row.logprob, 2) },
+      { title: "Log-prob", number: true, wide: true, widest: true, sort: "logprob", hint: "mean of the engine's, in nats", cell: (row) => number(row.logprob, 2) },
       { title: "Gap", number: true, wide: true, sort: "gap", hint: "mean |engine − trainer|, in nats", cell: (row) => number(row.gap) },
       { title: "Took", number: true, sort: "seconds", cell: (row) => duration(row.seconds) },
-      { title: "Opened", wide: true, sort: "opened_at", cell: (row) => clock(row.opened_at) },
+      { title: "Opened", wide: true, sort: "opened_at", cell: (row) => shortClock(row.opened_at) },
     ];
     const named = { best: ["reward", "desc"], worst: ["reward", "asc"], surprising: ["surprise", "desc"] }[filters.sort];
     return dataTable({

@@ -8,9 +8,9 @@ invrl.table = (() => {
   const SPARE = 12;
 
   /**
-   * `columns`: [{title, cell(row) → text or element, number, sort, hint, wide, grow}]: `sort` is the name that `onSort`
-   * gets, `number` sets to the right. `load(offset, limit)` → rows. `href(row, index)` makes the row a link.
-   * Returns {node, reset(total), moveBy(rows), openSelected, refresh}.
+   * `columns`: [{title, cell(row) → text or element, number, sort, hint, wide, widest, grow}]: `sort` is the name
+   * that `onSort` gets, `number` sets to the right, `wide` and `widest` are left out where there is no room.
+   * `load(offset, limit)` → rows. `href(row, index)` makes the row a link. `reset(total)` draws it for the first time.
    */
   function dataTable({ label, columns, load, href, sort, order, onSort, height = null }) {
     let total = 0;
@@ -158,7 +158,7 @@ invrl.table = (() => {
   }
 
   function classesOf(column) {
-    return [column.number ? "num" : "", column.wide ? "wide" : "", column.grow ? "grow" : ""].filter(Boolean).join(" ") || null;
+    return [column.number ? "num" : "", column.wide ? "wide" : "", column.widest ? "widest" : "", column.grow ? "grow" : ""].filter(Boolean).join(" ") || null;
   }
 
   return { dataTable, plainTable };

@@ -98,7 +98,7 @@ invrl.tasks = (() => {
         element("h2", {}, title, element("span", { class: "quiet" }, ` mean ${number(mean)}`)),
         element("ul", {}, members.slice(0, CARDS).map((row) =>
           element("li", {}, element("a", { class: "card", href: link("rollout", [row.session_id], { run: run.id, task, sort: "step", order: "asc", at: rows.indexOf(row) }) },
-            element("b", {}, rewardCell(row.reward)), endCell(row), element("span", { class: "quiet" }, `${number(row.sampled_tokens)} tokens, ${number(row.turns)} turns`))))),
+            element("b", {}, rewardCell(row.reward)), endCell(row), element("span", { class: "quiet" }, `${number(row.sampled_tokens)} tokens, ${number(row.turns)} ${row.turns === 1 ? "turn" : "turns"}`))))),
         members.length > CARDS ? element("p", { class: "quiet" }, `${number(members.length - CARDS)} more`) : null);
     });
     replaceChildren(main,

@@ -5,7 +5,7 @@ invrl.weights = (() => {
   const { get, pathOf } = invrl.api;
   const { plainTable } = invrl.table;
   const { lineChart } = invrl.chart;
-  const { kindColour } = invrl.colour;
+  const { kindColour, kindLine } = invrl.colour;
   const { bytes, clock, duration, number } = invrl.format;
   const { onNews } = invrl.events;
   const { empty } = invrl.notice;
@@ -33,7 +33,7 @@ invrl.weights = (() => {
     const phases = [...new Set(updates.flatMap((row) => Object.keys(row.seconds || {})))];
     const points = (value) => updates.map((row) => [row.step, value(row) ?? null]);
     const figures = [
-      lineChart({ title: "Seconds per phase", unit: "s", signal, sync: "weights", series: phases.map((phase, at) => ({ label: phase.replace(/_s$/, ""), colour: kindColour(at), points: points((row) => row.seconds[phase]) })) }),
+      lineChart({ title: "Seconds per phase", unit: "s", signal, sync: "weights", series: phases.map((phase, at) => ({ label: phase.replace(/_s$/, ""), ...kindLine(at), points: points((row) => row.seconds[phase]) })) }),
       lineChart({ title: "Canary gap, engine and trainer", unit: "nats", signal, sync: "weights", series: [
         { label: "greatest", colour: kindColour(1), points: points((row) => row.canary_max_gap) },
         { label: "mean", colour: kindColour(0), points: points((row) => row.canary_mean_gap) },

@@ -1,7 +1,7 @@
-"""A run that is made up, served as `invrl view` serves one: the page's tests write its values and read its questions.
+"""A made-up run, served as `invrl view` serves one: tests write its values and read what the page asks.
 
-Every text that a model, a task or a tool can write is hostile here: `HOSTILE` would change the page's title, call
-another host or hide the page if any of it became markup.
+Every text that a model, a task or a tool can write is hostile here. If any of it became markup, `HOSTILE`
+would change the page's title, call another host or hide the page.
 """
 
 from __future__ import annotations
@@ -38,26 +38,56 @@ def run_value(run: str, step: int = 8, state: str = "ended") -> dict[str, Any]:
         "error": "",
     }
     return {
-        "id": run, "name": run, "path": f"/runs/{run}", "state": state, "started_at": _START, "last_at": _START + 300,
-        "step": step, "num_steps": 8, "phase": "rollout", "phase_since": None, "incarnations": 2, "index": index,
-        "has": {}, "notes": [f"half a line {HOSTILE}"],
-    }  # fmt: skip
+        "id": run,
+        "name": run,
+        "path": f"/runs/{run}",
+        "state": state,
+        "started_at": _START,
+        "last_at": _START + 300,
+        "step": step,
+        "num_steps": 8,
+        "phase": "rollout",
+        "phase_since": None,
+        "incarnations": 2,
+        "index": index,
+        "has": {},
+        "notes": [f"half a line {HOSTILE}"],
+    }
 
 
 def row_value(number: int) -> dict[str, Any]:
     failed = number % 17 == 5
     return {
-        "session_id": f"s-{number:04d}", "task_id": f"{HOSTILE} {number % 9}@{number // 9}",
-        "task": f"{HOSTILE} {number % 9}", "group_id": f"g-{number // 8}", "index": number % 8, "attempt": 0,
-        "purpose": "eval" if number % 5 == 0 else "train", "evaluation": "sampled" if number % 5 == 0 else "",
-        "step": number // 30 + 1, "state": "failed" if failed else "trained", "reason": None,
-        "failure": "agent" if failed else None, "detail": HOSTILE if failed else "",
-        "reward": None if failed else float(number % 3 == 0), "components": {"exact": float(number % 3 == 0)},
-        "turns": 3, "sampled_tokens": 10 + number % 50, "truncated": number % 11 == 0, "forks": 1,
-        "fork_reasons": {"edited_history": 1}, "oldest_version": 1, "newest_version": 2, "staleness": number % 3,
-        "opened_at": _START + number, "seconds": 1.5, "advantage": 0.5 - number % 2, "logprob": -0.7, "gap": 0.01,
+        "session_id": f"s-{number:04d}",
+        "task_id": f"{HOSTILE} {number % 9}@{number // 9}",
+        "task": f"{HOSTILE} {number % 9}",
+        "group_id": f"g-{number // 8}",
+        "index": number % 8,
+        "attempt": 0,
+        "purpose": "eval" if number % 5 == 0 else "train",
+        "evaluation": "sampled" if number % 5 == 0 else "",
+        "step": number // 30 + 1,
+        "state": "failed" if failed else "trained",
+        "reason": None,
+        "failure": "agent" if failed else None,
+        "detail": HOSTILE if failed else "",
+        "reward": None if failed else float(number % 3 == 0),
+        "components": {"exact": float(number % 3 == 0)},
+        "turns": 3,
+        "sampled_tokens": 10 + number % 50,
+        "truncated": number % 11 == 0,
+        "forks": 1,
+        "fork_reasons": {"edited_history": 1},
+        "oldest_version": 1,
+        "newest_version": 2,
+        "staleness": number % 3,
+        "opened_at": _START + number,
+        "seconds": 1.5,
+        "advantage": 0.5 - number % 2,
+        "logprob": -0.7,
+        "gap": 0.01,
         "surprise": (number % 7) / 3,
-    }  # fmt: skip
+    }
 
 
 ROWS = [row_value(number) for number in range(240)]
@@ -65,24 +95,48 @@ ROWS = [row_value(number) for number in range(240)]
 
 def _message(role: str, content: str, calls: list[dict[str, str]] | None = None) -> dict[str, Any]:
     return {
-        "role": role, "content": content, "reasoning": "", "tool_calls": calls or [], "tool_call_id": "",
-        "instructions": False, "characters": len(content), "cut": False,
-    }  # fmt: skip
+        "role": role,
+        "content": content,
+        "reasoning": "",
+        "tool_calls": calls or [],
+        "tool_call_id": "",
+        "instructions": False,
+        "characters": len(content),
+        "cut": False,
+    }
 
 
 def _turn(number: int, parent: int | None, messages: list[dict[str, Any]], fork: str = "") -> dict[str, Any]:
     call = {"id": HOSTILE, "name": "calculate", "arguments": json.dumps({"expression": HOSTILE})}
     return {
-        "id": f"t-{number}", "session_id": "s", "parent_id": None if parent is None else f"t-{parent}",
-        "fork_reason": fork, "fork_advice": f"Send it as it was {HOSTILE}" if fork else "", "messages": messages,
-        "restarts": parent is None or bool(fork), "reply": _message("assistant", f"reply {number} {HOSTILE}", [call]),
-        "tools": 0, "finish_reason": "stop" if number else "length",
-        "spans": [{"version": 1, "start": 0, "end": 4}, {"version": 2, "start": 4, "end": 8}], "delivered": True,
-        "trainable": True, "trained": number != 1, "why_not_trained": "a later branch has it" if number == 1 else "",
-        "temperature": 1.0, "prompt_tokens": 6, "cached_tokens": 2, "context_tokens": 6, "sampled_tokens": 8,
-        "started_at": _START, "finished_at": _START + 1, "constrained": False, "logprob_mean": -0.5,
-        "logprob_min": -2.0, "reward": None, "numbers": {},
-    }  # fmt: skip
+        "id": f"t-{number}",
+        "session_id": "s",
+        "parent_id": None if parent is None else f"t-{parent}",
+        "fork_reason": fork,
+        "fork_advice": f"Send it as it was {HOSTILE}" if fork else "",
+        "messages": messages,
+        "restarts": parent is None or bool(fork),
+        "reply": _message("assistant", f"reply {number} {HOSTILE}", [call]),
+        "tools": 0,
+        "finish_reason": "stop" if number else "length",
+        "spans": [{"version": 1, "start": 0, "end": 4}, {"version": 2, "start": 4, "end": 8}],
+        "delivered": True,
+        "trainable": True,
+        "trained": number != 1,
+        "why_not_trained": "a later branch has it" if number == 1 else "",
+        "temperature": 1.0,
+        "prompt_tokens": 6,
+        "cached_tokens": 2,
+        "context_tokens": 6,
+        "sampled_tokens": 8,
+        "started_at": _START,
+        "finished_at": _START + 1,
+        "constrained": False,
+        "logprob_mean": -0.5,
+        "logprob_min": -2.0,
+        "reward": None,
+        "numbers": {},
+    }
 
 
 def detail_value(session_id: str) -> dict[str, Any]:
@@ -120,26 +174,45 @@ def detail_value(session_id: str) -> dict[str, Any]:
         for other in members
     ]
     return {
-        "row": row, "detail": traceback if row["failure"] else "", "numbers": {"loss": 0.5},
-        "sampling": {"temperature": 1.0}, "limits": None, "rewards": [], "ledger": ledger, "children": [],
-        "group": group, "turns": turns, "notes": [],
+        "row": row,
+        "detail": traceback if row["failure"] else "",
+        "numbers": {"loss": 0.5},
+        "sampling": {"temperature": 1.0},
+        "limits": None,
+        "rewards": [],
+        "ledger": ledger,
+        "children": [],
+        "group": group,
+        "turns": turns,
+        "notes": [],
         "tool_lists": [[{"name": "calculate", "description": HOSTILE, "parameters": "{}"}]],
-    }  # fmt: skip
+    }
 
 
 def tokens_value(turn_id: str) -> dict[str, Any]:
     texts = ["The", " answer", "\n", "<script>", "document.title='taken'", "</script>", " 6", "<|im_end|>"]
     return {
-        "turn_id": turn_id, "session_id": "s", "step": 1,
-        "context": {"total": 6, "start": 0, "ids": [1, 2, 3, 4, 5, 6], "texts": ["a", "b", "<b>", "c", "d", "e"]},
+        "turn_id": turn_id,
+        "session_id": "s",
+        "step": 1,
+        "context": {
+            "total": 6,
+            "start": 0,
+            "ids": [1, 2, 3, 4, 5, 6],
+            "texts": ["a", "b", "<b>", "c", "d", "e"],
+        },
         "sampled": {
-            "ids": list(range(8)), "texts": texts, "logprobs": [-0.1 * (at + 1) for at in range(8)],
-            "versions": [1] * 4 + [2] * 4, "trained": [True] * 7 + [False],
+            "ids": list(range(8)),
+            "texts": texts,
+            "logprobs": [-0.1 * (at + 1) for at in range(8)],
+            "versions": [1] * 4 + [2] * 4,
+            "trained": [True] * 7 + [False],
             "advantages": [0.5 - 0.1 * at for at in range(7)] + [0.0],
-            "trainer_logprobs": [-0.1 * (at + 1) + 0.01 for at in range(7)] + [None], "numbers": {"kl": [0.1] * 8},
+            "trainer_logprobs": [-0.1 * (at + 1) + 0.01 for at in range(7)] + [None],
+            "numbers": {"kl": [0.1] * 8},
         },
         "notes": [],
-    }  # fmt: skip
+    }
 
 
 def _facets(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -151,15 +224,21 @@ def _facets(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     ranges = {"reward": [0, 1], "tokens": [10, 59], "turns": [3, 3], "staleness": [0, 2], "seconds": None}
     return {
-        **facets, "total": len(rows), "drop": {"stale": 3}, "fork": {"edited_history": len(rows)},
-        "truncated": {"0": 200, "1": 40}, "trained": {"1": 200}, "components": ["exact"], "ranges": ranges,
-    }  # fmt: skip
+        **facets,
+        "total": len(rows),
+        "drop": {"stale": 3},
+        "fork": {"edited_history": len(rows)},
+        "truncated": {"0": 200, "1": 40},
+        "trained": {"1": 200},
+        "components": ["exact"],
+        "ranges": ranges,
+    }
 
 
-class PageServer:
+class ScriptedViewer:
     """Serves the page and a made-up run until it is left.
 
-    `questions` holds the path and query of every question to the API; `send` sends a piece of news to the page.
+    `questions` holds the path and query of every question to the API; `send` tells the page what changed.
     """
 
     def __init__(self, runs: tuple[str, ...] = ("first", "second")) -> None:
@@ -183,7 +262,7 @@ class PageServer:
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
 
-    def __enter__(self) -> PageServer:
+    def __enter__(self) -> ScriptedViewer:
         self._thread.start()
         return self
 
@@ -275,28 +354,62 @@ class PageServer:
 
     def _steps(self) -> dict[str, Any]:
         step = {
-            "groups": 4, "rollouts": 30, "sampled_tokens": 900, "truncated": 1, "reward_mean": 0.4, "reward_min": 0.0,
-            "reward_max": 1.0, "reward_std": 0.5, "staleness_max": 1, "seconds_mean": 1.5, "first_at": _START,
+            "groups": 4,
+            "rollouts": 30,
+            "sampled_tokens": 900,
+            "truncated": 1,
+            "reward_mean": 0.4,
+            "reward_min": 0.0,
+            "reward_max": 1.0,
+            "reward_std": 0.5,
+            "staleness_max": 1,
+            "seconds_mean": 1.5,
+            "first_at": _START,
             "last_at": _START,
-        }  # fmt: skip
+        }
         score = {"step": 8, "evaluation": "sampled", "rollouts": 48, "failed": 1, "reward_mean": 0.5}
         return {"steps": [{"step": number, **step} for number in range(1, 9)], "evaluations": [score]}
 
     def _groups(self) -> dict[str, Any]:
         group = {
-            "group_id": "g-1", "task_id": HOSTILE, "task": HOSTILE, "purpose": "train", "evaluation": "", "step": 1,
-            "rollouts": 8, "trained": 7, "dropped": 1, "failed": 0, "truncated": 0, "reasons": [HOSTILE],
-            "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.5, "sampled_tokens": 100,
-            "oldest_version": 1, "opened_at": _START,
-        }  # fmt: skip
+            "group_id": "g-1",
+            "task_id": HOSTILE,
+            "task": HOSTILE,
+            "purpose": "train",
+            "evaluation": "",
+            "step": 1,
+            "rollouts": 8,
+            "trained": 7,
+            "dropped": 1,
+            "failed": 0,
+            "truncated": 0,
+            "reasons": [HOSTILE],
+            "reward_mean": 0.5,
+            "reward_min": 0.0,
+            "reward_max": 1.0,
+            "reward_std": 0.5,
+            "sampled_tokens": 100,
+            "oldest_version": 1,
+            "opened_at": _START,
+        }
         return {"total": 1, "rows": [group]}
 
     def _tasks(self) -> dict[str, Any]:
         task = {
-            "task": ROWS[0]["task"], "rollouts": 27, "trained": 20, "failed": 1, "purposes": ["train"],
-            "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_first": 0.2, "reward_last": 0.9,
-            "gain": 0.7, "first_step": 1, "last_step": 8,
-        }  # fmt: skip
+            "task": ROWS[0]["task"],
+            "rollouts": 27,
+            "trained": 20,
+            "failed": 1,
+            "purposes": ["train"],
+            "reward_mean": 0.5,
+            "reward_min": 0.0,
+            "reward_max": 1.0,
+            "reward_first": 0.2,
+            "reward_last": 0.9,
+            "gain": 0.7,
+            "first_step": 1,
+            "last_step": 8,
+        }
         return {"total": 1, "rows": [task]}
 
     def _ledger(self) -> dict[str, Any]:
@@ -335,10 +448,17 @@ class PageServer:
     def _weights(self) -> dict[str, Any]:
         seconds = {"stage_s": 0.2, "load_s": 0.4, "pause_s": 0.1}
         updates = [
-            {"step": n, "time": _START + n, "version": n, "bytes": 2.0**28, "seconds": seconds, "canary_max_gap": 0.01,
-             "canary_mean_gap": 0.001}
+            {
+                "step": n,
+                "time": _START + n,
+                "version": n,
+                "bytes": 2.0**28,
+                "seconds": seconds,
+                "canary_max_gap": 0.01,
+                "canary_mean_gap": 0.001,
+            }
             for n in range(1, 9)
-        ]  # fmt: skip
+        ]
         return {
             "updates": updates,
             "incarnations": self._ledger()["incarnations"],
@@ -350,9 +470,12 @@ class PageServer:
         for step in range(1, 9):
             at = _START + 30 * step
             for lane, name, start, end, waits in (
-                ("driver", "rollout", 0, 15, "rollouts"), ("rollout", "rollout", 0, 14, ""), ("driver", "train", 15, 25, "trainer"),
-                ("trainer", "train", 15, 25, ""), ("sync", "sync", 25, 28, ""),
-            ):  # fmt: skip
+                ("driver", "rollout", 0, 15, "rollouts"),
+                ("rollout", "rollout", 0, 14, ""),
+                ("driver", "train", 15, 25, "trainer"),
+                ("trainer", "train", 15, 25, ""),
+                ("sync", "sync", 25, 28, ""),
+            ):
                 spans.append(
                     {
                         "lane": lane,
