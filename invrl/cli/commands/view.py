@@ -34,16 +34,16 @@ class ViewRequest:
 def view(arguments: Sequence[str]) -> None:
     """usage: invrl view RUN_FOLDER [RUN_FOLDER ...] [--host ADDRESS] [--port N] [--no-open]
            invrl view RUN_FOLDER [RUN_FOLDER ...] --export FOLDER [--export-rollouts N]
-      --host ADDRESS       where to listen (default: 127.0.0.1, for this machine only). Whoever has the
+      --host ADDRESS       where to listen (default: 127.0.0.1, this machine only). Whoever has the
                            printed URL can read the runs; over ssh, forward the port: ssh -L
       --port N             default: a free one
       --no-open            do not open a browser
       --export FOLDER      write pages that open from disk into a new folder, instead of serving
       --export-rollouts N  conversations in the export, of each run: the best, the worst and the most
                            surprising (default: 200; 0: all). The rows of all rollouts are in it
-    Shows metrics, rollouts, conversations, tokens, the ledger, evaluations and processes of runs. Reads
-    only; a run that is live may go on, and the page follows it. What is computed for fast answers is kept
-    below ~/.cache/invrl/viewer (XDG_CACHE_HOME). Ctrl-C ends it."""
+    Shows metrics, rollouts, conversations, tokens, the ledger, evaluations and processes of runs.
+    Reads only; a run that is live may go on, and the page follows it. What is computed for fast
+    answers is kept below ~/.cache/invrl/viewer (XDG_CACHE_HOME). Ctrl-C ends it."""
     request = read_request(arguments)
     runs = open_runs(list(request.runs), cache_folder())
     if request.export is not None:
