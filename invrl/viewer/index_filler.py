@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
 from invrl.errors import RunStoreError
 from invrl.gateway.types import Message
@@ -29,6 +28,11 @@ from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorde
 from invrl.types import FailedRollout, Outcome, RolloutSummary
 from invrl.viewer.index_file import TURN_BITS, meta_number, meta_text, set_meta
 
+if TYPE_CHECKING:
+    from invrl.buffer.config import FailureRule
+
+_FIRST_BATCH = 200
+"""Sessions of a new index, so that there is something to see at once."""
 _SESSION_BATCH = 2_000
 _LEDGER_BATCH = 20_000
 _TURN_BATCH = 1_000
@@ -160,7 +164,8 @@ class IndexFiller:
 
     def _add_sessions(self) -> bool:
         last_row = meta_number(self._index, "session_row")
-        rows = self._store.execute(_NEW_SESSIONS, (last_row, _SESSION_BATCH)).fetchall()
+        limit = _SESSION_BATCH if last_row else _FIRST_BATCH
+        rows = self._store.execute(_NEW_SESSIONS, (last_row, limit)).fetchall()
         if not rows:
             return False
         self._put(rows)

@@ -179,17 +179,13 @@ def _require_words(selection: Selection, text: str) -> None:
     if not query:
         selection.require(f"({by_id})", *ids)
         return
-    said = f"SELECT DISTINCT rowid >> {TURN_BITS} FROM said WHERE said MATCH ?"
-    selection.require(
-        f"id IN ({said} UNION SELECT id FROM rollouts WHERE {by_id})",
-        query,
-        *ids,
-    )
+    said = f"SELECT rowid >> {TURN_BITS} FROM said WHERE said MATCH ?"
+    selection.require(f"(id IN ({said}) OR {by_id})", query, *ids)
 
 
 def match_expression(text: str) -> str:
-    """What a person typed as an expression of FTS5: words are prefixes, "quoted text" is a phrase. Nothing of
-    it is an operator. "" if there is no word in it."""
+    """What a person typed as an expression of FTS5: words are prefixes, "quoted text" is a phrase, and a
+    single letter is a word. Nothing of it is an operator. "" if there is no word in it."""
     terms: list[str] = []
     for position, part in enumerate(text.split('"')):
         is_phrase = position % 2 == 1
@@ -198,7 +194,8 @@ def match_expression(text: str) -> str:
             if not any(character.isalnum() for character in word):
                 continue
             quoted = f'"{word.strip()}"'.replace("\0", " ")
-            terms.append(quoted if is_phrase else f"{quoted}*")
+            # A prefix of one letter would match nearly everything, slowly.
+            terms.append(quoted if is_phrase or len(word) == 1 else f"{quoted}*")
     return " AND ".join(terms)
 
 

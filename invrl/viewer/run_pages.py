@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,17 @@ from invrl.viewer.metrics_table import MetricsTable, Point
 from invrl.viewer.rollout_queries import Page
 from invrl.viewer.viewed_run import ViewedRun
 
+_LAST_STATES = """
+    SELECT state, reason, failure, ends, COUNT(*) FROM (
+        SELECT state, reason, failure, SUM(state IN ('trained', 'dropped')) AS ends,
+            MAX((incarnation << 44) | sequence)  -- the row of the maximum gives the other columns
+        FROM ledger WHERE {surviving} GROUP BY group_id, "index", attempt)
+    GROUP BY state, reason, failure, ends
+"""
+_BATCHES = """
+    SELECT COUNT(DISTINCT batch_id), COALESCE(MAX(batch_id), -1) FROM ledger
+    WHERE state='trained' AND ({surviving})
+"""
 _MAX_FAILURES = 5_000
 """The newest failed rollouts, whose texts are read."""
 _SESSIONS_SHOWN = 10
@@ -49,27 +61,50 @@ def ledger_page(run: ViewedRun) -> Row:
     """Where every rollout ended, and why. Raises DamagedFileError or RunStoreError."""
     with run.store.reading() as db:
         incarnations = incarnations_in(db)
-        entries = ledger_in(db)
-    last_states: dict[object, tuple[str, str | None, str | None]] = {}
-    for kept in entries:
-        if not kept.lost:
-            entry = kept.entry
-            last_states[entry.place] = (str(entry.state), entry.reason, entry.failure)
-    lineage = "ok"
-    try:
-        check_lineage(entries, ended=run.folder.finished_path.exists())
-    except BufferStateError as error:
-        lineage = str(error)
-    lost = Counter(kept.incarnation for kept in entries if kept.lost)
+        lost = _lost_counts(db, incarnations)
+        bounds = _surviving(first_lost_sequences(incarnations))
+        places = db.execute(_LAST_STATES.format(surviving=bounds)).fetchall()
+        [batches, newest] = db.execute(_BATCHES.format(surviving=bounds)).fetchone()
+        lineage = "ok"
+        has_ended = run.folder.finished_path.exists()
+        # The whole check reads every entry: it is made only to name what is broken.
+        if batches != newest + 1 or any(
+            _is_broken(state, ends, has_ended) for state, _, _, ends, _ in places
+        ):
+            try:
+                check_lineage(ledger_in(db), ended=has_ended)
+            except BufferStateError as error:
+                lineage = str(error)
+    counts: Counter[tuple[str, str | None, str | None]] = Counter()
+    for state, reason, failure, _, count in places:
+        counts[state, reason, failure] += count
     return {
         "incarnations": _incarnation_rows(incarnations, lost),
         "counts": [
             {"state": state, "reason": reason, "failure": failure, "count": count}
-            for (state, reason, failure), count in Counter(last_states.values()).most_common()
+            for (state, reason, failure), count in counts.most_common()
         ],
         "lineage": lineage,
         "failures": _failures(run),
     }
+
+
+def _surviving(lost_from: Mapping[int, float]) -> str:
+    """A condition on the entries of the surviving lineage. `lost_from`: see `first_lost_sequences`."""
+    bounds: list[str] = []
+    for number, bound in lost_from.items():
+        condition = f"incarnation={number}"
+        if math.isfinite(bound):
+            condition += f" AND sequence<{int(bound)}"
+        bounds.append(f"({condition})")
+    return " OR ".join(bounds) or "0"
+
+
+def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
+    """Whether a place with this last state and so many ends breaks what `check_lineage` checks."""
+    if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
+        return True
+    return has_ended and ends == 0
 
 
 def _incarnation_rows(incarnations: Iterable[Incarnation], lost: Mapping[int, int]) -> list[Row]:

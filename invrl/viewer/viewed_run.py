@@ -249,10 +249,13 @@ class ViewedRun:
 
     def _failure_rules(self) -> Mapping[FailureReason, FailureRule]:
         """What failures count with. A configuration of another version counts as one without rules."""
-        from invrl.buffer.config import parse_failure_rules
-
         if self._rules is None:
             entries = self.configuration().get("buffer", {}).get("failure_reward", [])
+            if not entries:
+                self._rules = {}
+                return self._rules
+            from invrl.buffer.config import parse_failure_rules
+
             try:
                 self._rules = parse_failure_rules(tuple(str(entry) for entry in entries))
             except (TypeError, ValueError) as error:

@@ -86,7 +86,7 @@ QUERIES: dict[str, dict[str, str]] = {
     "last page": {"offset": "99950", "sort": "reward"},
     "search rare": {"q": "w19999"},
     "search common": {"q": "w0"},
-    "search prefix": {"q": "w"},
+    "search prefix": {"q": "w1"},
     "search two": {"q": "w0 w1"},
     "search phrase": {"q": '"w0 w1"'},
     "search and filter": {"q": "w5", "purpose": "train", "sort": "worst", "min_reward": "0.5"},
@@ -163,8 +163,8 @@ class Viewer:
         self._connection = http.client.HTTPConnection(address, timeout=300)
         self.get("runs")
         deadline = time.monotonic() + 60
-        while self.get_status("rollouts")[0] != 200 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        while not self._has_rows() and time.monotonic() < deadline:
+            time.sleep(0.02)
         self.opening_s = round(time.monotonic() - self.started, 3)
         return self
 
@@ -172,6 +172,10 @@ class Viewer:
         self._connection.close()
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(20)
+
+    def _has_rows(self) -> bool:
+        status, body = self.get_status("rollouts")
+        return status == 200 and bool(json.loads(body)["rows"])
 
     @property
     def pid(self) -> int:

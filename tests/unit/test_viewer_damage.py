@@ -306,3 +306,28 @@ def test_failures_are_counted_by_what_they_say(tmp_path: Path) -> None:
     ]
     assert page["failures"][0]["detail"] == trace
     assert {count["reason"] for count in page["counts"]} == {"replaced"}
+
+
+def test_a_ledger_that_is_broken_is_named(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    recorded.add("a", "x", 1.0, step=1)
+    recorded.add("b", "x", 1.0, step=2)
+    folder = closed(recorded)
+    run = view_of(folder, tmp_path / "cache")
+    assert ledger_page(run)["lineage"] == "ok"
+    with sqlite3.connect(recorded.folder.store_path) as db:
+        db.execute("DELETE FROM ledger WHERE batch_id=0")
+    db.close()
+    assert "the batches of the lineage are [1]" in ledger_page(run)["lineage"]
+
+
+def test_lost_entries_are_not_counted(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    recorded.add("a", "x", 1.0, step=1)
+    sequence = recorded.sequence
+    recorded.add("b", "x", 1.0, step=2)
+    recorded.ledger.begin(parent=1, step=1, sequence=sequence)
+    page = ledger_page(view_of(closed(recorded), tmp_path / "cache"))
+    assert page["counts"] == [{"state": "trained", "reason": None, "failure": None, "count": 1}]
+    assert [row["lost"] for row in page["incarnations"]] == [5, 0]
+    assert page["lineage"] == "ok"
