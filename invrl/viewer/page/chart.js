@@ -110,7 +110,7 @@ invrl.chart = (() => {
         bands,
         series: lines,
         axes: [
-          { stroke: ink, grid: { show: false }, ticks: grid, font, size: 28, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) || xName !== "step" ? formatX(tick) : "")) },
+          { stroke: ink, grid: { show: false }, ticks: grid, font, size: 28, space: xName === "time" ? 88 : 50, values: (plot, ticks) => ticks.map((tick) => (Number.isInteger(tick) || xName !== "step" ? formatX(tick) : "")) },
           { stroke: ink, grid, ticks: { show: false }, font, size: 52, values: (plot, ticks) => ticks.map((tick) => compact(tick)) },
         ],
         hooks: { setCursor: [(plot) => shown(plot.cursor.idx ?? null)] },
@@ -130,6 +130,7 @@ invrl.chart = (() => {
 
   function rangeOfValues(plot, low, high) {
     if (low === null) return [0, 1];
+    if (low === 0 && high === 0) return [0, 1];
     if (low === high) return [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
     const room = (high - low) * 0.06;
     return [low >= 0 && low < room * 4 ? Math.min(0, low) : low - room, high + room];

@@ -10,7 +10,8 @@ invrl.format = (() => {
     if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en-US").replace("-", "−");
     const size = Math.abs(value);
     if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("-", "−").replace("e−", "e-");
-    return value.toLocaleString("en-US", { maximumFractionDigits: size >= 100 ? 1 : digits }).replace("-", "−");
+    const precision = size < 0.01 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: size >= 100 ? 1 : digits };
+    return value.toLocaleString("en-US", precision).replace("-", "−");
   }
 
   function percent(value) {

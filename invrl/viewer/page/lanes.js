@@ -8,13 +8,13 @@ invrl.lanes = (() => {
 
   const LANE = 28;
   const LABEL = 88;
-  const KNOWN = ["starting", "rollout", "assemble", "train", "sync", "checkpoint", "evaluating", "teacher"];
+  const KNOWN = ["starting", "rollout", "assemble", "train", "sync", "checkpoint", "evaluating", "record", "teacher"];
 
   /** {node, draw(from, to)}: `spans` as the timeline has them; times are Unix seconds. */
   function laneChart(spans, starts) {
     const lanes = [...new Set(spans.map((span) => span.lane))];
     const names = [...new Set(spans.map((span) => span.name))];
-    const colours = new Map(names.map((name, at) => [name, kindColour(KNOWN.includes(name) ? KNOWN.indexOf(name) : at)]));
+    const colours = new Map(names.map((name, at) => [name, kindColour(KNOWN.includes(name) ? KNOWN.indexOf(name) : KNOWN.length + at)]));
     const place = element("div", { class: "lanes" });
     const told = element("p", { class: "lane-detail quiet", "aria-live": "polite" }, "Point at a span, or focus one.");
     const legend = element("ul", { class: "legend" }, names.slice(0, 12).map((name) => element("li", {}, element("span", { class: "swatch", style: { "background-color": colours.get(name) } }), name)), element("li", {}, element("span", { class: "swatch waits" }), "the driver waits"));

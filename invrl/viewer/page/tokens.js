@@ -16,6 +16,7 @@ invrl.tokens = (() => {
     ["trained", "trained or masked"],
   ];
   const AT_ONCE = 5000;
+  const UNLIKELY = 4; // Nats below which a token is coloured fully: the same in every rollout, to compare them.
 
   /** Where the tokens of a turn stand. `colour` is a name of COLOURS or "number:NAME". */
   function tokenView(run, turn, colour, signal) {
@@ -128,8 +129,7 @@ invrl.tokens = (() => {
     }
     const known = values.filter((value) => value !== null && value !== undefined);
     if (colour === "logprob") {
-      const low = Math.min(-1, ...known.slice(0, 20000));
-      return { title, colour: (at) => (values[at] === null ? "transparent" : amountColour(-values[at], 0, Math.min(6, -low))), items: [0, -1, -2, -4].map((value) => ({ colour: amountColour(-value, 0, Math.min(6, -low)), text: number(value) })), note: "strong: the engine found it unlikely" };
+      return { title, colour: (at) => (values[at] === null ? "transparent" : amountColour(-values[at], 0, UNLIKELY)), items: [0, -1, -2, -4].map((value) => ({ colour: amountColour(-value, 0, UNLIKELY), text: number(value) })), note: "strong: the engine found it unlikely" };
     }
     const limit = known.slice(0, 20000).reduce((most, value) => Math.max(most, Math.abs(value)), 0);
     return { title, colour: (at) => signColour(values[at], limit), items: [-limit, -limit / 2, 0, limit / 2, limit].map((value) => ({ colour: signColour(value, limit), text: number(value, 4) })) };
