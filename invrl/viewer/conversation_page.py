@@ -66,7 +66,11 @@ class _DetailReader:
         self._tool_numbers: dict[bytes, int] = {}
 
     def detail(self, group: list[Row]) -> Row | None:
-        session = self._store.session(self._row["session_id"])
+        session_id = self._row["session_id"]
+        try:
+            session = self._store.session(session_id)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RunStoreError(f"the row of {session_id} in the store is damaged: {error}") from error
         if session is None:
             return None
         summary = _summary_of(session)

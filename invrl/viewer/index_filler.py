@@ -280,7 +280,11 @@ class IndexFiller:
         if body is None:
             values["state"] = "abandoned" if state == "lost" else "running"
         else:
-            self._add_outcome(values, outcome_from_json(body))
+            try:
+                self._add_outcome(values, outcome_from_json(body))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                values["state"] = "failed"
+                values["detail"] = f"its outcome in the store is damaged: {error}"[:_DETAIL_LENGTH]
         self._add_fate(values)
         return values
 

@@ -30,8 +30,6 @@ class RunWatch:
         self._thread = threading.Thread(target=self._follow, name="run-watch", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pages: set[asyncio.Queue[Change | None]] = set()
-        self.failure = ""
-        """Why the thread ended by itself; "" if it did not."""
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,7 +78,7 @@ class RunWatch:
         try:
             return run.refresh(self._stop)
         except Exception as error:  # the page shows it; one run's fault does not end the others' updates
-            self.failure = f"{run.id}: {type(error).__name__}: {error}"
+            run.failure = f"the run cannot be followed: {type(error).__name__}: {error}"
             return set()
 
     def _tell(self, run: ViewedRun, kinds: set[str]) -> None:

@@ -57,6 +57,8 @@ class ViewedRun:
         private = folder_of_run(cache, folder.path)
         self.store = ReadOnlyStore(folder.store_path, private)
         self.index_state = IndexState()
+        self.failure = ""
+        """What went wrong in following the run, of a kind that nobody expected."""
         self._index_file = IndexFile(private)
         self._index: sqlite3.Connection | None = None
         self._identity = ""
@@ -336,7 +338,7 @@ class ViewedRun:
         return content if isinstance(content, dict) else {}
 
     def _notes(self) -> list[str]:
-        notes = [self._store_error, self._config_error]
+        notes = [self._store_error, self._config_error, self.failure]
         if self.index_state.error != self._store_error:
             notes.append(self.index_state.error)
         if self.metrics.damaged_lines:

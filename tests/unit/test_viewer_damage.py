@@ -14,7 +14,7 @@ import pytest
 from recorded_run import RecordedRun, record_run
 from test_viewer_index import ids, refreshed, rows
 
-from invrl.errors import ConfigError
+from invrl.errors import ConfigError, RunStoreError
 from invrl.viewer.metrics_table import MetricsTable
 from invrl.viewer.page_server import encoded, runs_page
 from invrl.viewer.run_pages import (
@@ -331,3 +331,27 @@ def test_lost_entries_are_not_counted(tmp_path: Path) -> None:
     assert page["counts"] == [{"state": "trained", "reason": None, "failure": None, "count": 1}]
     assert [row["lost"] for row in page["incarnations"]] == [5, 0]
     assert page["lineage"] == "ok"
+
+
+def test_a_rollout_whose_outcome_or_messages_are_damaged_is_shown(tmp_path: Path) -> None:
+    from invrl.viewer.conversation_page import rollout_detail
+
+    recorded = record_run(tmp_path)
+    whole = recorded.add("a", "x", 1.0)
+    damaged = recorded.add("b", "x", 1.0)
+    silent = recorded.add("c", "x", 1.0)
+    folder = closed(recorded)
+    with sqlite3.connect(recorded.folder.store_path) as db:
+        db.execute("UPDATE sessions SET outcome=X'FF7B' WHERE id=?", (damaged,))
+        db.execute("UPDATE turns SET messages=X'00FF' WHERE session_id=?", (silent,))
+    db.close()
+    run = view_of(folder, tmp_path / "cache")
+    assert ids(run) == {whole, damaged, silent}
+    assert ids(run, q="x") == {whole, damaged}
+    [row] = rows(run, session=damaged)
+    assert "its outcome in the store is damaged" in row["detail"]
+    with pytest.raises(RunStoreError, match="damaged"):
+        rollout_detail(run, damaged, full=False)
+    detail = rollout_detail(run, silent, full=False)
+    assert detail
+    assert "cannot be read" in detail["notes"][0]
