@@ -503,6 +503,8 @@ class TrainSample:
     rollout_id: str
     attempt: int
     turn_ids: tuple[str, ...]
+    turn_spans: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made of turns."""
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
     """The experts that computed token t in the engine; None: they were not recorded."""

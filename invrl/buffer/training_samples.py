@@ -219,12 +219,14 @@ def _training_sample(
     logprobs: list[NDArray[np.float32]] = []
     versions: list[NDArray[np.int32]] = []
     grammars: list[GrammarSpan] = []
+    turn_spans: list[tuple[int, int]] = []
     turn_end = 0
     for turn in branch.row_turns:
         num_context = len(turn.context_ids_T)
         num_sampled = len(turn.sampled_ids_T)
         sampled_start = turn_end + num_context
         turn_end = sampled_start + num_sampled
+        turn_spans.append((sampled_start, turn_end))
         is_trained = turn.id in trained_ids
         if is_trained and turn.grammar:
             span = GrammarSpan(start=sampled_start, end=turn_end, grammar=turn.grammar)
@@ -253,6 +255,7 @@ def _training_sample(
         rollout_id=summary.session_id,
         attempt=summary.attempt,
         turn_ids=tuple(turn.id for turn in branch.row_turns),
+        turn_spans=tuple(turn_spans),
         grammars=tuple(grammars),
         experts_TLK=_experts(rollout, branch.row_turns),
         top_logprobs=_top_logprobs(rollout, branch.row_turns, mask_T),

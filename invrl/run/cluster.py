@@ -310,7 +310,7 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
         reference_path=str(config.model.reference_folder),
         teacher_path=str(config.model.teacher_folder or ""),
         critic_path=str(config.model.critic_folder),
-        chat_template=_chat_template_override(config),
+        chat_template=chat_template_override(config),
         train=config.train,
         algorithm=config.algorithm,
         weight_dtype=config.engine.engine_dtype,
@@ -327,7 +327,7 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
     return [replace(first, rank=rank) for rank in range(layout.world_size)]
 
 
-def _chat_template_override(config: Config) -> str:
+def chat_template_override(config: Config) -> str:
     """The chat template that the run uses instead of the model's own; "" if it uses the model's own."""
     if not config.gateway.chat_template_path:
         return ""

@@ -107,6 +107,8 @@ _MAY_CHANGE = frozenset(
         "progress",
         "log_samples",
         "tensorboard",
+        "record_trained_tokens",
+        "sample_interval_s",
         "max_restarts",
         "save_interval",
         "async_checkpoints",

@@ -100,6 +100,18 @@ _SHORTEST_WORD = 5
 _MOST_SHOWN = 3
 
 
+def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
+    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
+    many for a list, `many`."""
+    valid = sorted(names)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(valid) > 30:
+        return many
+    return f"use one of: {', '.join(valid)}"
+
+
 def nearest_setting(name: str, names: Iterable[str]) -> str:
     """The settings, or flags, that a wrong name may stand for, as a fix."""
     valid = {_plain(valid_name): valid_name for valid_name in names}

@@ -54,6 +54,11 @@ class TrainConfig(Section):
         description="ranks, among the tensor-, context- and data-parallel ones of a pipeline stage, that "
         "divide the experts of every layer and send each other their tokens",
     )
+    record_trained_tokens: bool = Field(
+        True,
+        description="write the advantages and the trainer's log-probs of each step's trained tokens to "
+        "RUN/trained_tokens",
+    )
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )

@@ -167,7 +167,7 @@ class TrainRank:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
-        return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
+        return self._reported(result)
 
     def prepare(self, shard: Shard) -> None:
         """With a critic on ranks of its own, the first part of a batch; `judge` and `learn` follow. What is
@@ -189,7 +189,18 @@ class TrainRank:
         self._prepared = None
         self._judged = None
         self._num_batches += 1
-        return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
+        return self._reported(result)
+
+    def _reported(self, result: StepResult) -> StepResult:
+        """With the memory that was used. The tokens' records are those of the rank that answers for its
+        replica; the others have the same ones."""
+        layout = self._settings.layout
+        rank = self._settings.rank
+        token_records = result.token_records
+        if rank != layout.reporter(layout.coordinates(rank).data):
+            token_records = ()
+        metrics = {**result.metrics, **self._memory_metrics(result)}
+        return replace(result, metrics=metrics, token_records=token_records)
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
         """As `TrainStep.evaluate`."""

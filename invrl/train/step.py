@@ -44,7 +44,7 @@ from invrl.algorithms.objectives import (
 from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
-from invrl.interfaces import Objective, StepResult
+from invrl.interfaces import Objective, StepResult, TokenRecord
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.train import device
@@ -169,6 +169,8 @@ class TrainStep:
     """Losses of the mini-batch on this rank that are not finite."""
     _loss_seconds: float = field(default=0.0, init=False)
     """Spent on the losses of the mini-batch."""
+    _current: list[torch.Tensor] = field(default_factory=list, init=False)
+    """The policy's log-probs [N] of each micro-batch of the mini-batch, if they are recorded."""
     _nonfinite: NonfiniteSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -234,6 +236,7 @@ class TrainStep:
         critic_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
+        token_records: list[TokenRecord | None] = []
         for mini_batch, packed_rows, old, reference, teacher, targets in zip(
             judged.shard,
             packed,
@@ -249,11 +252,13 @@ class TrainStep:
                     critic_step = self.critic.step(packed_rows, targets)
                 if not math.isfinite(critic_step.grad_norm):
                     nonfinite_steps += 1
+                    token_records += [None] * len(mini_batch.samples)
                     self._nonfinite.count(mini_batch, critic_step.grad_norm, critic_step.bad_losses)
                     continue
                 critic_steps += critic_step.grad_norm > 0.0
                 metrics = merge([metrics, critic_step.metrics])
             if critic_learns_alone:
+                token_records += [None] * len(mini_batch.samples)
                 self._nonfinite.end()
                 continue
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
@@ -263,6 +268,7 @@ class TrainStep:
                 )
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
             grad_norm, loss_metrics = self._update(work, seconds)
+            token_records += self._token_records(mini_batch, packed_rows, old)
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
                 self._nonfinite.count(mini_batch, grad_norm, self._bad_losses)
@@ -292,7 +298,30 @@ class TrainStep:
             nonfinite_steps=nonfinite_steps,
             metrics=metrics,
             seconds=seconds,
+            token_records=tuple(token_records) if self.train.record_trained_tokens else (),
         )
+
+    def _token_records(
+        self, mini_batch: TrainBatch, packed: Packed, old: SampleNumbers | None
+    ) -> list[TokenRecord]:
+        """One for each sample of a mini-batch whose gradient was computed. None at all where nothing is to be
+        recorded, and on a pipeline stage that has no log-probs."""
+        if not self._current:
+            return []
+        logprobs = old
+        if logprobs is None:
+            logprobs = [np.zeros(len(row.tokens_T), np.float32) for row in packed.rows]
+            for micro_batch, current_N in zip(packed.micro_batches, self._current, strict=True):
+                micro_batch.place(current_N.float().cpu().numpy(), logprobs)
+        records: list[TokenRecord] = []
+        for sample, advantages_T, logprobs_T in zip(
+            mini_batch.samples, mini_batch.advantages, logprobs, strict=True
+        ):
+            is_trained_T = sample.loss_mask_T
+            records.append(
+                TokenRecord(advantages_N=advantages_T[is_trained_T], logprobs_N=logprobs_T[is_trained_T])
+            )
+        return records
 
     def _update(
         self, work: list[_LossWork], seconds: dict[str, float]
@@ -567,6 +596,7 @@ class TrainStep:
         Returns the metrics of each micro-batch.
         """
         self._bad_losses.clear()
+        self._current.clear()
         self._loss_seconds = 0.0
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -588,6 +618,8 @@ class TrainStep:
             if device.on_cuda():
                 torch.cuda.synchronize()  # the forward pass is not the loss's time
             started = time.monotonic()
+            if self.train.record_trained_tokens:
+                self._current.append(current_N.detach())
             outputs = self._objective(item.inputs(current_N, *others))
             check_outputs(self.algorithm.objective, outputs)
             value = float(outputs.loss.detach())

@@ -9,9 +9,10 @@ of all; they meet in a group of their own, and values and returns go through thi
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -25,7 +26,7 @@ from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
-from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.interfaces import StagedWeights, StepResult, TokenRecord, WeightLayout
 from invrl.metrics import Metric, merge
 from invrl.train.critic_actor import CriticActor
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
@@ -99,6 +100,18 @@ class TrainHandle:
             calls |= self._calls_of_critic(self._critic_ranks, timeout_s, CriticActor.start, port)
         self._processes = await self._wait("start", calls, timeout_s)
 
+    def local_pids(self) -> Mapping[str, int]:
+        """The processes of the ranks on this machine that have started, by name, such as "rank-0" and, of the
+        critic's own, "critic-0"."""
+        here = os.uname().nodename
+        pids: dict[str, int] = {}
+        for number, pulse in self._processes.items():
+            in_critic = number - self._number_in_critic(0)
+            name = f"rank-{number}" if in_critic < 0 else f"critic-{in_critic}"
+            if pulse.host == here:
+                pids[name] = pulse.pid
+        return pids
+
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
         answer, with the last lines of its log."""
@@ -118,16 +131,23 @@ class TrainHandle:
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
+        given = batch
         if self._add_rows is not None:
             batch = self._add_rows(batch)
         if self._critic is not None:
-            return await self._train_beside_critic(batch, self._critic)
-        results = await self._call_with_shards(TrainActor.train, self._shards(batch))
-        return _step_result(self._reported(results), results.values())
+            return await self._train_beside_critic(batch, self._critic, given)
+        shards = self._shards(batch)
+        results = await self._call_with_shards(TrainActor.train, shards)
+        reported = self._reported(results)
+        records = records_of_batch(given, shards, [result.token_records for result in reported])
+        return replace(_step_result(reported, results.values()), token_records=records)
 
-    async def _train_beside_critic(self, batch: TrainBatch, critic: CriticRanks) -> StepResult:
+    async def _train_beside_critic(
+        self, batch: TrainBatch, critic: CriticRanks, given: TrainBatch
+    ) -> StepResult:
         """The critic's ranks value the batch while the policy's compute its log-probs; the policy's compute
-        advantages and returns; then both learn at the same time."""
+        advantages and returns; then both learn at the same time. `given`: the batch without the rows that the
+        objective adds."""
         ends = time.monotonic() + self._step_timeout_s
         shards = self._shards(batch)
         of_critic = shard_batch(batch, ranks=critic.layout.data, steps=self._num_minibatches, cost=self._cost)
@@ -166,7 +186,8 @@ class TrainHandle:
             results[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
         ]
-        return _step_result([*of_policy, *reported], results.values())
+        records = records_of_batch(given, shards, [result.token_records for result in of_policy])
+        return replace(_step_result([*of_policy, *reported], results.values()), token_records=records)
 
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
@@ -415,6 +436,22 @@ class TrainHandle:
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def records_of_batch(
+    batch: TrainBatch, shards: Sequence[Shard], records: Sequence[Sequence[TokenRecord | None]]
+) -> tuple[TokenRecord | None, ...]:
+    """The records in the order of the batch's samples. `records`: those of each replica, in the order of its
+    shard, or none at all."""
+    record_of: dict[int, TokenRecord | None] = {}
+    for shard, records_of_shard in zip(shards, records, strict=True):
+        if records_of_shard:
+            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+            for sample, record in zip(samples, records_of_shard, strict=True):
+                record_of[id(sample)] = record
+    if not record_of:
+        return ()
+    return tuple(record_of.get(id(sample)) for sample in batch.samples)
 
 
 def _step_result(reported: Sequence[StepResult], all_results: Iterable[StepResult]) -> StepResult:

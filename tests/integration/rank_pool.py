@@ -178,6 +178,10 @@ class Trainer:
         results: list[StepResult] = self.call("train", self._by_rank(shards))
         return merge(results[self.layout.reporter(data)].metrics for data in range(self.layout.data))
 
+    def train_records(self, batch: TrainBatch, *, steps: int = 1) -> list[StepResult]:
+        """Trains the batch. What each rank returns, in rank order."""
+        return self.call("train", self._by_rank(shard_batch(batch, ranks=self.layout.data, steps=steps)))
+
     def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """Metrics merged over replicas."""
         shards = shard_batch(batch, ranks=self.layout.data, steps=1)

@@ -145,6 +145,17 @@ async def test_it_learns_what_a_shared_critic_learns(
             assert compared(result.metrics) == pytest.approx(numbers, rel=0 if exactly else 1e-4)
             assert result.optimizer_steps == numbers["optimizer_steps"]
             assert result.seconds.keys() >= {"values", "critic", "reference"}
+            records = result.token_records
+            assert len(records) == len(batch.samples)
+            if not numbers["optimizer_steps"]:
+                assert set(records) == {None}
+        trained = BATCHES[1]
+        for sample, given_T, record in zip(trained.samples, trained.advantages, records, strict=True):
+            if sample.loss_mask_T.any():
+                assert record is not None
+                assert record.advantages_N.shape == record.logprobs_N.shape == (sample.loss_mask_T.sum(),)
+                # The critic's, not those that came with the batch.
+                assert not np.allclose(record.advantages_N, given_T[sample.loss_mask_T])
         await handle.save_checkpoint(str(tmp_path / "saved"))
     loaded = pool.build(model, layout=policy, train=WARM_UP, algorithm=PPO)
     loaded.each("load", str(tmp_path / "saved"))
