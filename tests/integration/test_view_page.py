@@ -79,9 +79,16 @@ class Reader:
         """Until the expression is true. Playwright's own wait needs `eval`, which the policy refuses."""
         until(self.page, expression)
 
-    def asked(self, name: str) -> dict[str, list[str]]:
-        """The query of the last question of this name."""
-        return next(query for path, query in reversed(self.server.questions) if path == name)
+    def wait_asked(self, name: str, key: str, value: str) -> None:
+        """Until the last question of this name has the value in its query. Rows of the question before it
+        may still be on the page."""
+        deadline = time.monotonic() + 15
+        while True:
+            queries = [query for path, query in self.server.questions if path == name]
+            if queries and queries[-1].get(key) == [value]:
+                return
+            assert time.monotonic() < deadline, f"{name} was never asked with {key}={value}: {queries[-3:]}"
+            self.page.wait_for_timeout(30)
 
 
 @pytest.fixture
@@ -151,8 +158,8 @@ def test_each_choice_filters_and_is_in_the_url(reader: Reader, name: str, value:
     page.select_option(f"select[name={name}]", value)
     reader.wait(f"location.hash.includes('{name}={value}')")
     page.wait_for_selector(".chip")
-    assert reader.asked("runs/first/rollouts")[name] == [value]
-    assert reader.asked("runs/first/facets")[name] == [value]
+    reader.wait_asked("runs/first/rollouts", name, value)
+    reader.wait_asked("runs/first/facets", name, value)
     page.click(".chip")
     reader.wait(f"!location.hash.includes('{name}=')")
 
@@ -163,7 +170,7 @@ def test_each_typed_filter_is_asked_for(reader: Reader, name: str, value: str) -
     page.fill(f"input[name={name}]", value)
     page.press(f"input[name={name}]", "Tab")
     page.wait_for_selector(".chip")
-    assert reader.asked("runs/first/rollouts")[name] == [value]
+    reader.wait_asked("runs/first/rollouts", name, value)
 
 
 def test_a_url_with_filters_shows_the_same_rows(reader: Reader) -> None:
@@ -181,7 +188,7 @@ def test_sorts_are_asked_for(reader: Reader, sort: str) -> None:
     page.select_option("#sort", sort)
     reader.wait(f"location.hash.includes('sort={sort}')")
     page.wait_for_selector("table.data tbody tr.link")
-    assert reader.asked("runs/first/rollouts")["sort"] == [sort]
+    reader.wait_asked("runs/first/rollouts", "sort", sort)
 
 
 def test_a_column_sorts_both_ways(reader: Reader) -> None:
@@ -190,7 +197,7 @@ def test_a_column_sorts_both_ways(reader: Reader) -> None:
     page.wait_for_selector("th[aria-sort=descending]:has-text('Reward')")
     page.click("th button:has-text('Reward')")
     page.wait_for_selector("th[aria-sort=ascending]:has-text('Reward')")
-    assert reader.asked("runs/first/rollouts")["order"] == ["asc"]
+    reader.wait_asked("runs/first/rollouts", "order", "asc")
 
 
 def test_search_asks_for_what_was_said(reader: Reader) -> None:
@@ -199,7 +206,7 @@ def test_search_asks_for_what_was_said(reader: Reader) -> None:
     page.keyboard.type('"two words"')
     reader.wait("location.hash.includes('q=')")
     page.wait_for_selector(".chip")
-    assert reader.asked("runs/first/rollouts")["q"] == ['"two words"']
+    reader.wait_asked("runs/first/rollouts", "q", '"two words"')
     assert page.evaluate("document.activeElement.id") == "q"
 
 
@@ -231,7 +238,7 @@ def test_only_rows_in_sight_are_elements_and_pages_come_as_they_are_reached(read
     assert page.eval_on_selector_all("table.data tbody tr", "rows => rows.length") < 80
     page.evaluate("document.querySelector('.table').scrollTop = 1e9")
     page.wait_for_selector("tr.link[aria-rowindex='241']")
-    assert reader.asked("runs/first/rollouts")["offset"] == ["200"]
+    reader.wait_asked("runs/first/rollouts", "offset", "200")
 
 
 def test_a_fork_tells_why_and_where(reader: Reader) -> None:
