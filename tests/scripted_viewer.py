@@ -334,6 +334,9 @@ class ScriptedViewer:
             return detail_value(rest)
         if kind == "turns":
             return tokens_value(rest.removesuffix("/tokens"))
+        if kind == "replies":
+            texts = {row["session_id"]: f"said {HOSTILE * 9}" for row in ROWS if row["task"] == rest}
+            return {"replies": {name: {"text": text, "characters": 9_000} for name, text in texts.items()}}
         if kind in ("rollouts", "facets"):
             rows = self._passing(query)
             offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))

@@ -17,6 +17,7 @@ from typing import Any
 from invrl import __version__
 from invrl.errors import ConfigError, InvrlError
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.last_replies import last_replies
 from invrl.viewer.page_server import PAGE_FOLDER, encoded, runs_page
 from invrl.viewer.rollout_queries import RolloutQueries
 from invrl.viewer.run_pages import (
@@ -123,16 +124,20 @@ def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say)
         return 0
     total = len(orders[0])
     chosen = _in_turns(orders, count or total)
+    tasks: set[str] = set()
     for number, session_id in enumerate(chosen, 1):
         detail = rollout_detail(run, session_id, full=True)
         if detail is None:
             continue
         writer.write(f"runs/{run.id}/rollouts/{session_id}", detail)
+        tasks.add(detail["row"]["task"])
         for turn in detail["turns"]:
             tokens = turn_tokens(run, turn["id"], full=True)
             writer.write(f"runs/{run.id}/turns/{turn['id']}/tokens", tokens)
         if number % 100 == 0:
             say(f"{run.id}: {number:,} of {len(chosen):,} conversations written")
+    for task in sorted(tasks):
+        writer.write(f"runs/{run.id}/replies/{task}", last_replies(run, task, only=set(chosen)))
     return total - len(chosen)
 
 

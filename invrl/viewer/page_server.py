@@ -105,6 +105,7 @@ class PageServer:
             Route("/api/events", self._events),
             Route("/api/runs/{run}/rollouts/{name:path}", self._about(_rollout)),
             Route("/api/runs/{run}/turns/{name:path}/tokens", self._about(_tokens)),
+            Route("/api/runs/{run}/replies/{name:path}", self._about(_replies)),
         ]
         for name, answer in RUN_PAGES.items():
             routes.append(Route(f"/api/runs/{{run}}/{name}", self._about(answer)))
@@ -217,6 +218,13 @@ def _tokens(run: ViewedRun, parameters: Parameters, name: str) -> Any:
     if tokens is None:
         raise _NoSuchPage(f"the run has no turn {name!r}")
     return tokens
+
+
+def _replies(run: ViewedRun, parameters: Parameters, name: str) -> Any:
+    from invrl.viewer.last_replies import last_replies
+
+    del parameters
+    return last_replies(run, name)
 
 
 def _is_full(parameters: Parameters) -> bool:

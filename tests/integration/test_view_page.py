@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from scripted_viewer import HOSTILE, PAGE, ROWS, ScriptedViewer
@@ -239,6 +240,36 @@ def test_only_rows_in_sight_are_elements_and_pages_come_as_they_are_reached(read
     page.evaluate("document.querySelector('.table').scrollTop = 1e9")
     page.wait_for_selector("tr.link[aria-rowindex='241']")
     reader.wait_asked("runs/first/rollouts", "offset", "200")
+
+
+def test_one_task_over_the_steps_shows_what_was_said_last(reader: Reader) -> None:
+    page = reader.open(f"tasks/{quote(ROWS[0]['task'], safe='')}?run=first")
+    page.wait_for_selector(".columns .card")
+    card = page.locator(".card >> nth=0")
+    text = card.locator(".text").inner_text()
+    assert text.startswith("said <script>document.title='taken'</script>")
+    assert len(text) < 300
+    card.locator("button:has-text('more')").click()
+    assert len(card.locator(".text").inner_text()) > 2_000
+    assert "all 9,000 characters" in card.locator(".text").inner_text()
+    card.locator("button:has-text('less')").click()
+    assert len(card.locator(".text").inner_text()) < 300
+    page.click(".card-head >> nth=0")
+    page.wait_for_selector(".conversation")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_columns_of_a_task_scroll_and_the_page_does_not(
+    browser: Any, server: ScriptedViewer, width: int
+) -> None:
+    reader = Reader(browser, server, width)
+    page = reader.open(f"tasks/{quote(ROWS[0]['task'], safe='')}?run=first")
+    page.wait_for_selector(".columns .card")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    columns = "document.querySelector('.columns')"
+    assert page.evaluate(f"{columns}.scrollWidth > {columns}.clientWidth")
+    assert page.evaluate("document.querySelector('.column').clientWidth") in range(200, width)
+    page.close()
 
 
 def test_a_fork_tells_why_and_where(reader: Reader) -> None:

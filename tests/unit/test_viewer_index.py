@@ -13,6 +13,7 @@ from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import ConfigError
 from invrl.gateway.types import Message, ToolCall
 from invrl.reasons import DropReason, FailureReason
+from invrl.viewer.last_replies import last_replies
 from invrl.viewer.rollout_queries import match_expression
 from invrl.viewer.viewed_run import ViewedRun, open_runs
 
@@ -235,3 +236,23 @@ def test_a_wrong_filter_is_named(recorded: RecordedRun, tmp_path: Path, query: d
         rows(run, **query)
     assert error.value.field == next(iter(query))
     assert error.value.fix
+
+
+def test_the_last_replies_of_a_task_stand_side_by_side(recorded: RecordedRun, tmp_path: Path) -> None:
+    call = ToolCall(id="1", name="add", arguments='{"a": 1}')
+    last = recorded.add("a", ["first", "second"], 1.0)
+    with_call = recorded.add("a", Message("assistant", "", "thinking", (call,)), 0.0, index=1)
+    thought = recorded.add("a", Message("assistant", "", "only thinking"), 0.0, index=2)
+    long = recorded.add("a", "x" * 5_000, 0.0, index=3, purpose="eval")
+    recorded.add("b", "of another task", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    replies = last_replies(run, "a")["replies"]
+    assert {name: reply["text"] for name, reply in replies.items()} == {
+        last: "second",
+        with_call: 'add({"a": 1})',
+        thought: "only thinking",
+        long: "x" * 2_000,
+    }
+    assert replies[long]["characters"] == 5_000
+    assert set(last_replies(run, "a", only={long})["replies"]) == {long}
+    assert last_replies(run, "none")["replies"] == {}

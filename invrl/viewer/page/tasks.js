@@ -13,6 +13,7 @@ invrl.tasks = (() => {
   const { endCell, rewardCell } = invrl.rollouts;
 
   const CARDS = 60;
+  const SHOWN = 240; // Characters of a reply on its card, until more is asked for.
 
   async function showTasks(main, run, route, signal) {
     if (route.parts.length) return showTask(main, run, route, signal);
@@ -83,30 +84,71 @@ invrl.tasks = (() => {
   /** One task: a column for each step, its rollouts below each other, the best first. */
   async function showTask(main, run, route, signal) {
     const task = route.parts[0];
-    const { total, rows } = await rolloutRows(run, { task, sort: "step", order: "asc" }, 1000, 0, signal);
+    const place = element("div", {}, loading());
+    replaceChildren(main, sections("tasks", run, route.parameters), element("h1", { class: "title" }, short(task, 200)), place);
+    const draw = () =>
+      fillFrom(place, async () => {
+        const [{ total, rows }, replies] = await Promise.all([rolloutRows(run, { task, sort: "step", order: "asc" }, 1000, 0, signal), repliesTo(run, task, signal)]);
+        if (!rows.length) return empty("This task has no rollouts here.");
+        const shown = rows.length < total ? `The first ${number(rows.length)} of ${number(total)}` : number(total);
+        return element("div", {},
+          element("p", { class: "quiet task-note" }, `${shown} rollouts over the steps, side by side, with what the model said last. `, element("a", { href: link("rollouts", [], { run: run.id, task }) }, "As a table")),
+          element("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "Rollouts by step" }, columnsOf(run, task, rows, replies)));
+      });
+    await draw();
+    return null;
+  }
+
+  /** By session: {text, characters}. An export has those of the rollouts whose conversations are in it. */
+  async function repliesTo(run, task, signal) {
+    try {
+      return (await get(`runs/${pathOf(run.id)}/replies/${pathOf(task)}`, {}, signal)).replies;
+    } catch (error) {
+      if (isExport() && error.status === 404) return {};
+      throw error;
+    }
+  }
+
+  function columnsOf(run, task, rows, replies) {
     const bySteps = new Map();
     for (const row of rows) {
       const key = `${row.step === null ? "not trained" : `step ${row.step}`}${row.purpose === "eval" ? ` · ${row.evaluation || "evaluation"}` : ""}`;
       if (!bySteps.has(key)) bySteps.set(key, []);
       bySteps.get(key).push(row);
     }
-    const columns = [...bySteps].map(([title, members]) => {
+    return [...bySteps].map(([title, members]) => {
       const rewards = members.map((row) => row.reward).filter((reward) => reward !== null);
       const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
       members.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+      const hrefOf = (row) => link("rollout", [row.session_id], { run: run.id, task, sort: "step", order: "asc", at: rows.indexOf(row) });
       return element("section", { class: "column", "aria-label": title },
         element("h2", {}, title, element("span", { class: "quiet" }, ` mean ${number(mean)}`)),
-        element("ul", {}, members.slice(0, CARDS).map((row) =>
-          element("li", {}, element("a", { class: "card", href: link("rollout", [row.session_id], { run: run.id, task, sort: "step", order: "asc", at: rows.indexOf(row) }) },
-            element("b", {}, rewardCell(row.reward)), endCell(row), element("span", { class: "quiet" }, `${number(row.sampled_tokens)} tokens, ${number(row.turns)} ${row.turns === 1 ? "turn" : "turns"}`))))),
+        element("ul", {}, members.slice(0, CARDS).map((row) => cardOf(row, hrefOf(row), replies[row.session_id]))),
         members.length > CARDS ? element("p", { class: "quiet" }, `${number(members.length - CARDS)} more`) : null);
     });
-    replaceChildren(main,
-      sections("tasks", run, route.parameters),
-      element("h1", { class: "title" }, short(task, 200)),
-      element("p", { class: "quiet" }, `${number(total)} rollouts over the steps, side by side. `, element("a", { href: link("rollouts", [], { run: run.id, task }) }, "As a table")),
-      columns.length ? element("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "Rollouts by step" }, columns) : empty("This task has no rollouts here."));
-    return null;
+  }
+
+  function cardOf(row, href, reply) {
+    return element("li", { class: "card" },
+      element("a", { class: "card-head", href }, element("b", {}, rewardCell(row.reward)), endCell(row)),
+      element("span", { class: "quiet" }, `step ${number(row.step)} · ${number(row.sampled_tokens)} tokens${row.truncated ? ", cut" : ""} · ${number(row.turns)} ${row.turns === 1 ? "turn" : "turns"}`),
+      reply ? replyText(reply, href) : element("p", { class: "quiet" }, isExport() ? "Its conversation is not in this export." : row.turns ? "Too much text to show here." : "Nothing was said."));
+  }
+
+  /** The beginning of a reply, and a button for more of it; its end is on the rollout's page. */
+  function replyText({ text, characters }, href) {
+    if (!text) return element("p", { class: "quiet" }, "(empty)");
+    const isLong = text.length > SHOWN + 40;
+    const place = element("div", { class: "text" }, isLong ? `${text.slice(0, SHOWN)}…` : text);
+    const rest = characters > text.length ? element("a", { href }, `all ${number(characters)} characters`) : null;
+    if (!isLong) return [place, rest];
+    const toggle = element("button", { class: "button small", "aria-expanded": "false", on: { click: () => {
+      const isOpen = toggle.getAttribute("aria-expanded") === "true";
+      toggle.setAttribute("aria-expanded", String(!isOpen));
+      toggle.textContent = isOpen ? "more" : "less";
+      replaceChildren(place, isOpen ? `${text.slice(0, SHOWN)}…` : [text, rest ? ["… ", rest] : null]);
+    } } }, "more");
+    return [place, toggle];
   }
 
   return { showTasks };
