@@ -209,6 +209,13 @@ def tokens_value(turn_id: str) -> dict[str, Any]:
             "trained": [True] * 7 + [False],
             "advantages": [0.5 - 0.1 * at for at in range(7)] + [0.0],
             "trainer_logprobs": [-0.1 * (at + 1) + 0.01 for at in range(7)] + [None],
+            "candidates": {
+                "ids": [[at, 90] for at in range(7)] + [[]],
+                "logprobs": [[-0.1 * (at + 1), -3.0] for at in range(7)] + [[]],
+                "texts": {**{str(at): text for at, text in enumerate(texts)}, "90": HOSTILE},
+                "recorded": 50,
+                "shown": 20,
+            },
             "numbers": {"kl": [0.1] * 8},
         },
         "notes": [],

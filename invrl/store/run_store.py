@@ -281,6 +281,15 @@ class RunStore:
         rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(list(session_ids)),))
         return {row[0]: top_from_row(row) for row in rows}
 
+    def top_logprobs(self, turn_id: str) -> TopLogprobs | None:
+        """Of one turn; None if they were not recorded."""
+        row = self._db.execute(
+            f"SELECT {TOP_COLUMNS} FROM top_logprobs WHERE turn_id=?", (turn_id,)
+        ).fetchone()
+        if row is None:
+            return None
+        return top_from_row(row)
+
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as
         ended, or has fewer turns of it and its children than its summary counts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,13 +18,19 @@ from invrl.gateway.types import ADVICE, ForkReason, Message
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
+from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.types import FailedRollout, RolloutSummary, Turn
 from invrl.viewer.viewed_run import ViewedRun
+
+if TYPE_CHECKING:
+    from invrl.store.tokenizer_folder import TokenReader
 
 _MAX_TEXT = 100_000
 """Characters of one text that are sent without being asked for."""
 _MAX_CONTEXT = 4_000
 """Context ids of one turn that are sent without being asked for."""
+_MAX_CANDIDATES = 20
+"""Likeliest tokens in the place of each sampled one that are sent."""
 _CHILDREN = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -198,7 +204,9 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
         if found is None:
             return None
         session_id = found[0]
-        turn = next(turn for turn in RunStore.through(db).turns(session_id) if turn.id == turn_id)
+        store = RunStore.through(db)
+        turn = next(turn for turn in store.turns(session_id) if turn.id == turn_id)
+        top = _top_logprobs(store, turn, notes)
         sql = "SELECT name, numbers FROM token_numbers WHERE turn_id=?"
         numbers = {
             name: np.frombuffer(body, np.float32).tolist() for name, body in db.execute(sql, (turn_id,))
@@ -221,8 +229,11 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
         "trained": None,
         "advantages": None,
         "trainer_logprobs": None,
+        "candidates": None,
         "numbers": numbers,
     }
+    if top is not None:
+        sampled["candidates"] = _candidates(top, reader)
     trained = trained_turns(run, row, notes) if row else None
     if trained is not None:
         sampled |= _trained_values(trained.get(turn_id), len(sampled_ids), notes)
@@ -239,6 +250,38 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
         "sampled": sampled,
         "notes": notes,
     }
+
+
+def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs | None:
+    """The likeliest tokens in the place of each sampled one; None if they were not recorded."""
+    try:
+        top = store.top_logprobs(turn.id)
+    except (sqlite3.OperationalError, ValueError) as error:
+        if "no such table" not in str(error):  # a store from before they were recorded
+            notes.append(f"the likeliest tokens of the turn cannot be read: {error}")
+        return None
+    if top is not None and len(top) != len(turn.sampled_ids_T):
+        notes.append("the record of the likeliest tokens has another number of tokens than the turn")
+        return None
+    return top
+
+
+def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
+    """`ids` and `logprobs` of each place, the likeliest first, and the texts of the ids. `recorded`
+    and `shown`: how many the run recorded, and how many of those are here at most."""
+    recorded = top.ids_TK.shape[1]
+    shown = min(recorded, _MAX_CANDIDATES)
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for ids_K, logprobs_K in zip(top.ids_TK[:, :shown], top.logprobs_TK[:, :shown], strict=True):
+        is_token_K = ids_K != NO_TOKEN
+        ids.append(ids_K[is_token_K].tolist())
+        logprobs.append(logprobs_K[is_token_K].tolist())
+    texts = None
+    if reader is not None:
+        different = sorted({token_id for of_place in ids for token_id in of_place})
+        texts = dict(zip(map(str, different), reader.texts(different), strict=True))
+    return {"ids": ids, "logprobs": logprobs, "texts": texts, "recorded": recorded, "shown": shown}
 
 
 def trained_turns(run: ViewedRun, row: Row, notes: list[str]) -> Mapping[str, TrainedTurn] | None:

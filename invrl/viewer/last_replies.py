@@ -27,8 +27,8 @@ Row = dict[str, Any]
 
 def last_replies(run: ViewedRun, task: str, *, only: Collection[str] | None = None) -> Row:
     """The body `{"replies": {session_id: {text, characters}}}` of the task's first 1,000 rollouts by step.
-    One without a turn is not in it. `only`: these of them. Raises RunStoreError or DamagedFileError if the store
-    cannot be read."""
+    One without a turn is not in it. `only`: these of them. Raises RunStoreError or DamagedFileError if the
+    store cannot be read."""
     order = {"sort": ["step"], "order": ["asc"], "limit": [str(MAX_ROWS)]}
     with run.queries() as queries:
         rows = queries.rollouts({"task": [task], **order})["rows"]

@@ -309,6 +309,19 @@ def test_tokens_are_coloured_and_tell_their_numbers(reader: Reader, colour: str,
     )
 
 
+def test_a_token_tells_what_the_engine_could_have_sampled(reader: Reader) -> None:
+    page = reader.open("rollout/s-0006?view=tokens")
+    page.focus(".sampled .token >> nth=0")
+    page.keyboard.press("ArrowRight")
+    listed = [re.sub(r"\s+", " ", text) for text in page.locator(".candidates li").all_inner_texts()]
+    assert listed[0] == '1 " answer" −0.2 (p 0.819) trainer −0.19 sampled'
+    assert listed[1].startswith('2 "<script>')
+    assert "−3 (p 0.05)" in listed[1]
+    assert "2 likeliest tokens here (50 were recorded)" in page.inner_text(".candidates")
+    page.keyboard.press("End")
+    assert "No candidates were recorded here." in page.inner_text(".token-detail")
+
+
 def test_raw_ids_can_be_copied(browser: Any, server: ScriptedViewer) -> None:
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()

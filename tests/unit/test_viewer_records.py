@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from recorded_run import record_run
 from test_viewer_damage import closed, notes_of, view_of
 from test_viewer_index import refreshed, rows
 
+from invrl.store.rows import TOP_COLUMNS, top_values
 from invrl.store.timeline_file import (
     EngineSample,
     GatewaySample,
@@ -20,6 +24,7 @@ from invrl.store.timeline_file import (
     TimelineWriter,
 )
 from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_tokens
+from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import encoded
 from invrl.viewer.run_pages import configurations_page, engines_page, evaluations_page, timeline_page
@@ -82,6 +87,72 @@ def test_a_damaged_record_of_a_step_is_a_note_of_its_tokens(tmp_path: Path) -> N
     assert tokens
     assert tokens["sampled"]["advantages"] is None
     assert any("damaged" in note for note in tokens["notes"])
+
+
+class NamedTokens:
+    """A reader to whom token 7 is "<7>"."""
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in ids]
+
+
+def test_the_likeliest_tokens_of_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = record_run(tmp_path)
+    session = recorded.add("a", "one", 1.0)
+    without = recorded.add("b", "two", 1.0)
+    folder = closed(recorded)
+    run = view_of(folder, tmp_path / "cache")
+    monkeypatch.setattr(run, "token_reader", NamedTokens)
+    turn_id = f"{session}/0"
+    sampled = turn_tokens(run, turn_id, full=False)
+    assert sampled
+    assert sampled["sampled"]["candidates"] is None
+    length = len(sampled["sampled"]["ids"])
+
+    ids_TK = np.tile(np.arange(30, dtype=np.int32), (length, 1))
+    logprobs_TK = np.tile(-np.arange(30, dtype=np.float32), (length, 1))
+    ids_TK[1, 2:] = NO_TOKEN
+    logprobs_TK[1, 2:] = -np.inf
+    put_top_logprobs(folder, turn_id, TopLogprobs(ids_TK=ids_TK, logprobs_TK=logprobs_TK))
+    tokens = turn_tokens(run, turn_id, full=True)
+    assert tokens
+    candidates = json.loads(encoded(tokens))["sampled"]["candidates"]
+    assert candidates["ids"][0] == list(range(20))
+    assert candidates["logprobs"][0] == [-float(rank) for rank in range(20)]
+    assert (candidates["ids"][1], candidates["logprobs"][1]) == ([0, 1], [0.0, -1.0])
+    assert candidates["texts"]["19"] == "<19>"
+    assert (candidates["recorded"], candidates["shown"]) == (30, 20)
+    other = turn_tokens(run, f"{without}/0", full=False)
+    assert other
+    assert other["sampled"]["candidates"] is None
+
+
+def test_a_damaged_record_of_likeliest_tokens_is_a_note(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    session = recorded.add("a", "one", 1.0)
+    turn_id = f"{session}/0"
+    folder = closed(recorded)
+    put_top_logprobs(folder, turn_id, TopLogprobs.none(1, 2))
+    tokens = turn_tokens(view_of(folder, tmp_path / "cache"), turn_id, full=False)
+    assert tokens
+    assert tokens["sampled"]["candidates"] is None
+    assert any("another number of tokens" in note for note in tokens["notes"])
+    with contextlib.closing(sqlite3.connect(folder / "run.sqlite")) as db, db:
+        db.execute("UPDATE top_logprobs SET ids=x'00'")
+    tokens = turn_tokens(view_of(folder, tmp_path / "cache"), turn_id, full=False)
+    assert tokens
+    assert any("cannot be read" in note for note in tokens["notes"])
+    with contextlib.closing(sqlite3.connect(folder / "run.sqlite")) as db, db:
+        db.execute("DROP TABLE top_logprobs")
+    tokens = turn_tokens(view_of(folder, tmp_path / "cache"), turn_id, full=False)
+    assert tokens
+    assert not any("likeliest" in note for note in tokens["notes"]), "a store from before they were recorded"
+
+
+def put_top_logprobs(folder: Path, turn_id: str, top: TopLogprobs) -> None:
+    with contextlib.closing(sqlite3.connect(folder / "run.sqlite")) as db, db:
+        sql = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
+        db.execute(sql, top_values(turn_id, top))
 
 
 def test_the_timeline_and_the_samples_of_the_processes(tmp_path: Path) -> None:

@@ -157,7 +157,36 @@ invrl.tokens = (() => {
       ["trained", sampled.trained ? (sampled.trained[at] ? "yes" : "masked") : "not recorded"],
       ...Object.entries(sampled.numbers || {}).map(([name, values]) => [name, number(values[at], 4)]),
     ];
-    return element("dl", {}, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+    return [
+      element("dl", {}, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value))))),
+      candidatesOf(sampled, at),
+    ];
+  }
+
+  /** The tokens that the engine found likeliest in this place, where the run recorded them; the sampled one is marked. */
+  function candidatesOf(sampled, at) {
+    const { candidates } = sampled;
+    if (!candidates) return null;
+    const ids = candidates.ids[at];
+    if (!ids.length) return element("p", { class: "quiet" }, "No candidates were recorded here.");
+    const theirs = sampled.trainer_logprobs ? sampled.trainer_logprobs[at] : null;
+    const best = candidates.logprobs[at][0];
+    const item = (id, logprob, rank) => {
+      const isSampled = id === sampled.ids[at];
+      const text = candidates.texts ? candidates.texts[id] : isSampled ? textOf(sampled, at) : null;
+      return element("li", { class: isSampled ? "sampled-here" : null },
+        element("span", { class: "rank quiet" }, rank === null ? "–" : String(rank + 1)),
+        element("code", {}, text === null || text === undefined ? `id ${id}` : JSON.stringify(text)),
+        element("span", { class: "bar-of", "aria-hidden": "true" }, element("span", { style: { width: `${Math.min(100, 100 * Math.exp(logprob - best)).toFixed(1)}%` } })),
+        element("span", {}, `${number(logprob, 4)} (p ${number(Math.exp(logprob), 3)})`),
+        isSampled && theirs !== null && theirs !== undefined ? element("span", { class: "quiet" }, `trainer ${number(theirs, 4)}`) : null,
+        isSampled ? element("b", {}, "sampled") : null);
+    };
+    const items = ids.map((id, rank) => item(id, candidates.logprobs[at][rank], rank));
+    if (!ids.includes(sampled.ids[at]) && sampled.logprobs[at] !== null) items.push(item(sampled.ids[at], sampled.logprobs[at], null));
+    return element("div", { class: "candidates" },
+      element("p", { class: "quiet" }, `The engine's ${ids.length === 1 ? "likeliest token" : `${ids.length} likeliest tokens`} here${candidates.recorded > candidates.shown ? ` (${candidates.recorded} were recorded)` : ""}:`),
+      element("ol", {}, items));
   }
 
   return { COLOURS, tokenView };
