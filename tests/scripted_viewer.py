@@ -115,7 +115,8 @@ def _turn(number: int, parent: int | None, messages: list[dict[str, Any]], fork:
         "fork_reason": fork,
         "fork_advice": f"Send it as it was {HOSTILE}" if fork else "",
         "messages": messages,
-        "restarts": parent is None or bool(fork),
+        "fork": None,
+        "restarts": parent is None,
         "reply": _message("assistant", f"reply {number} {HOSTILE}", [call]),
         "tools": 0,
         "finish_reason": "stop" if number else "length",
@@ -145,8 +146,12 @@ def detail_value(session_id: str) -> dict[str, Any]:
     turns = [
         _turn(0, None, first),
         _turn(1, 0, [_message("tool", f"6 {HOSTILE}")]),
-        _turn(2, 0, [*first, _message("user", f"Again. {HOSTILE}")], "edited_history"),
+        _turn(2, None, [*first, _message("user", f"Again. {HOSTILE}")], "edited_history"),
     ]
+    change = {"message": 2, "role": "assistant", "part": "content"}
+    change |= {"recorded": f"reply 0 {HOSTILE}", "sent": f"reply 1\n{HOSTILE}"}
+    what = f"Message 3 (assistant): another text {HOSTILE}"
+    turns[2]["fork"] = {"from_turn": "t-0", "shared": 2, "messages": 3, "what": what, "change": change}
     traceback = f'Traceback (most recent call last):\n  File "agent.py"\nValueError: {HOSTILE}'
     step = {
         "incarnation": 0,

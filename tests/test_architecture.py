@@ -40,7 +40,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "gateway.rendering.renderer",
     },
 }
-MAY_IMPORT["viewer"] = {"host", "store", "buffer", "observe", "gateway.types"}
+MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
+    "observe",
+    "gateway.turns.forest",
+    "gateway.turns.fork_changes",
+}
 MAY_IMPORT["bench"] = {"host", "train", "algorithms", "engines", "weights"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

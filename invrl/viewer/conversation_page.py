@@ -20,6 +20,7 @@ from invrl.store.run_store import RunStore
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.types import FailedRollout, RolloutSummary, Turn
+from invrl.viewer.fork_explanation import Explanation, explain_forks
 from invrl.viewer.viewed_run import ViewedRun
 
 if TYPE_CHECKING:
@@ -126,11 +127,12 @@ class _DetailReader:
             recorded = [of_turn for member in family for of_turn in self._store.recorded_turns(member)]
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
             raise RunStoreError(f"the turns of {self._row['session_id']} are damaged: {error}") from error
+        explanations = self._explanations(recorded)
         recorded.sort(key=lambda of_turn: of_turn[0].finished_at)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
         rows: list[Row] = []
         for turn, messages, tools in recorded:
-            row = self._turn_row(turn, messages, tools)
+            row = self._turn_row(turn, messages, tools, explanations.get(turn.id))
             reason = _why_not_trained(turn, self._row, in_untrained=turn.id in untrained)
             was_trained = None
             if trained is not None:
@@ -149,7 +151,19 @@ class _DetailReader:
         """Of the rollout's step; None if the run did not record them."""
         return trained_turns(self._run, self._row, self._notes)
 
-    def _turn_row(self, turn: Turn, encoded: bytes, tools: bytes) -> Row:
+    def _explanations(self, recorded: Sequence[tuple[Turn, bytes, bytes]]) -> Mapping[str, Explanation]:
+        """Of all forks, by turn."""
+        if not any(turn.fork_reason for turn, _, _ in recorded):
+            return {}
+        reader = self._run.token_reader()
+        decode = reader.decode if reader is not None else None
+        explanations: dict[str, Explanation] = {}
+        for session_id in dict.fromkeys(turn.session_id for turn, _, _ in recorded):
+            of_session = [of_turn for of_turn in recorded if of_turn[0].session_id == session_id]
+            explanations |= explain_forks(of_session, self._run.match_level(), decode)
+        return explanations
+
+    def _turn_row(self, turn: Turn, encoded: bytes, tools: bytes, explanation: Explanation | None) -> Row:
         messages = _decode_messages(encoded, turn.id, self._notes)
         reply = messages[-1] if messages else Message("assistant")
         return {
@@ -157,9 +171,10 @@ class _DetailReader:
             "session_id": turn.session_id,
             "parent_id": turn.parent_id,
             "fork_reason": turn.fork_reason,
-            "fork_advice": fork_advice(turn.fork_reason),
+            "fork_advice": explanation.advice if explanation else fork_advice(turn.fork_reason),
+            "fork": explanation.row() if explanation else None,
             "messages": [_message_row(message, full=self._full) for message in messages[:-1]],
-            "restarts": turn.parent_id is None or bool(turn.fork_reason),
+            "restarts": turn.parent_id is None,
             "reply": _message_row(reply, full=self._full),
             "tools": self._tools_number(tools),
             "finish_reason": turn.finish_reason,

@@ -29,6 +29,7 @@ from invrl.viewer.rollout_queries import RolloutQueries
 
 if TYPE_CHECKING:
     from invrl.buffer.config import FailureRule
+    from invrl.gateway.types import MatchLevel
     from invrl.reasons import FailureReason
     from invrl.store.tokenizer_folder import TokenReader
     from invrl.viewer.index_filler import Progress
@@ -254,6 +255,15 @@ class ViewedRun:
                 self._config_error = f"buffer.failure_reward cannot be read: {error}"
                 self._rules = {}
         return self._rules
+
+    def match_level(self) -> MatchLevel:
+        """How much of a message the gateway compared; the default if the configuration does not say it."""
+        from invrl.gateway.types import MatchLevel
+
+        name = str(self.configuration().get("gateway", {}).get("match_level", "")).upper()
+        if name not in MatchLevel.__members__:
+            return MatchLevel.REWRITTEN
+        return MatchLevel[name]
 
     def token_reader(self) -> TokenReader | None:
         """Texts of tokens, from the run's own copy of the tokenizer or from its model's folder."""

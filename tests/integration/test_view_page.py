@@ -274,7 +274,13 @@ def test_the_columns_of_a_task_scroll_and_the_page_does_not(
 
 def test_a_fork_tells_why_and_where(reader: Reader) -> None:
     page = reader.open("rollout/s-0006")
-    assert "branches off turn 1 after 2 of 3 messages" in page.inner_text(".fork")
+    note = page.inner_text(".fork")
+    assert "branches off turn 1; the first 2 of its 3 messages are as there" in note
+    assert "Message 3 (assistant): another text <script>" in note
+    assert "What helps: Send it as it was" in note
+    assert page.locator(".both-texts mark").all_inner_texts()[0].startswith("0 <script>")
+    assert page.locator(".both-texts mark").all_inner_texts()[1].startswith("1↵\n<script>")
+    assert "2 messages as in turn 1" in page.inner_text("#turn-3 .old")
     assert page.locator(".tree a").count() == 3
     page.click(".tree a >> nth=1")
     reader.wait("document.querySelectorAll('.turn').length === 2")

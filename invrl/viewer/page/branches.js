@@ -19,19 +19,14 @@ invrl.branches = (() => {
     return path;
   }
 
-  /** All messages of the conversation that this turn was sent: those before it, then its own. */
-  function conversationOf(turns, id) {
-    return pathTo(turns, id).flatMap((turn) => [...turn.messages, turn.reply]);
+  /** How many of the messages that a fork sent again are as they were before. */
+  function sharedMessages(turn) {
+    return turn.restarts && turn.fork ? Math.min(turn.fork.shared, turn.messages.length) : 0;
   }
 
-  /** How many of a fork's messages are the same as those of the reply that it branches off. */
-  function sharedMessages(turns, fork) {
-    if (!fork.parent_id) return 0;
-    const before = conversationOf(turns, fork.parent_id);
-    const key = (message) => JSON.stringify([message.role, message.content, (message.tool_calls || []).map((call) => [call.name, call.arguments])]);
-    let same = 0;
-    while (same < Math.min(before.length, fork.messages.length) && key(before[same]) === key(fork.messages[same])) same += 1;
-    return same;
+  /** The turn that a fork departs from: its parent, or the one whose beginning it repeats. */
+  function originOf(turn) {
+    return turn.parent_id || (turn.fork ? turn.fork.from_turn : "") || "";
   }
 
   function turnNumber(turns, id) {
@@ -43,7 +38,7 @@ invrl.branches = (() => {
     const children = new Map();
     const ids = new Set(turns.map((turn) => turn.id));
     for (const turn of turns) {
-      const parent = ids.has(turn.parent_id) ? turn.parent_id : "";
+      const parent = ids.has(originOf(turn)) ? originOf(turn) : "";
       if (!children.has(parent)) children.set(parent, []);
       children.get(parent).push(turn);
     }
@@ -74,5 +69,5 @@ invrl.branches = (() => {
     return element("nav", { class: "tree", "aria-label": "Turns and branches" }, element("h2", {}, "Turns"), list(children.get("") || []));
   }
 
-  return { pathTo, conversationOf, sharedMessages, turnNumber, branchTree };
+  return { pathTo, sharedMessages, originOf, turnNumber, branchTree };
 })();

@@ -3,21 +3,21 @@
 invrl.conversation = (() => {
   const { element } = invrl.element;
   const { number, duration, short } = invrl.format;
-  const { sharedMessages, turnNumber } = invrl.branches;
+  const { sharedMessages, originOf, turnNumber } = invrl.branches;
   const { copyButton } = invrl.copy;
 
   const LONG = 6000;
 
   /** One turn: why it branched, what the agent sent, what the model replied. */
   function turnSection(turns, turn, toolLists, tools, replyView = null) {
-    const shared = turn.fork_reason ? sharedMessages(turns, turn) : 0;
+    const shared = sharedMessages(turn);
     const old = turn.messages.slice(0, shared);
     return element(
       "section",
       { class: "turn", id: `turn-${turnNumber(turns, turn.id)}`, "aria-label": `Turn ${turnNumber(turns, turn.id)}` },
       turnHead(turns, turn, tools),
-      turn.fork_reason ? forkNote(turns, turn, shared) : null,
-      old.length ? element("details", { class: "old" }, element("summary", {}, `${old.length} messages as in turn ${turnNumber(turns, turn.parent_id) || "before"}`), old.map((message) => messageBlock(message))) : null,
+      turn.fork_reason ? forkNote(turns, turn) : null,
+      old.length ? element("details", { class: "old" }, element("summary", {}, `${old.length} ${old.length === 1 ? "message" : "messages"} as in turn ${turnNumber(turns, originOf(turn)) || "before"}`), old.map((message) => messageBlock(message))) : null,
       turn.messages.slice(shared).map((message) => messageBlock(message)),
       turn.tools !== null && turn.tools !== undefined && toolLists[turn.tools] ? toolList(toolLists[turn.tools]) : null,
       replyView || messageBlock(turn.reply, true),
@@ -55,15 +55,31 @@ invrl.conversation = (() => {
     return null;
   }
 
-  function forkNote(turns, turn, shared) {
-    const parent = turnNumber(turns, turn.parent_id);
-    const where = parent ? `branches off turn ${parent} after ${shared} of ${turn.messages.length} messages` : "starts a branch of its own";
+  /** Why this turn departs from what was said before, what differs there, and what to do about it. */
+  function forkNote(turns, turn) {
+    const origin = turnNumber(turns, originOf(turn));
+    const fork = turn.fork || { shared: 0, messages: turn.messages.length, what: "", change: null };
+    const where = origin ? `branches off turn ${origin}; the first ${fork.shared} of its ${fork.messages} messages are as there` : "starts a branch of its own";
     return element(
       "div",
       { class: "fork", role: "note" },
       element("p", {}, element("b", {}, `↳ ${turn.fork_reason}`), `: this conversation ${where}.`),
-      turn.fork_advice ? element("p", {}, turn.fork_advice) : null,
+      fork.what ? element("p", {}, `${fork.what}.`) : null,
+      fork.change ? bothTexts(fork.change) : null,
+      turn.fork_advice ? element("p", {}, element("b", {}, "What helps: "), `${turn.fork_advice}.`) : null,
     );
+  }
+
+  /** The two texts below each other, from their first different character on marked, with their whitespace. */
+  function bothTexts({ recorded, sent }) {
+    let same = 0;
+    while (same < Math.min(recorded.length, sent.length) && recorded[same] === sent[same]) same += 1;
+    const seen = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
+    const row = (name, text) => [
+      element("dt", {}, name),
+      element("dd", {}, text ? [seen(text.slice(0, same)), text.length > same ? element("mark", {}, seen(text.slice(same))) : null] : element("span", { class: "quiet" }, "(nothing)")),
+    ];
+    return element("dl", { class: "both-texts" }, row("recorded", recorded), row("sent", sent));
   }
 
   function toolList(tools) {

@@ -1,0 +1,180 @@
+"""What the page says about the place where a turn departs from its session's recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from invrl.gateway.turns.forest import Forest
+from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
+from invrl.types import Turn, VersionSpan, WeightVersion
+from invrl.viewer.fork_explanation import Explanation, explain_forks
+
+SYSTEM, ASK, REPLY = Message("system", "You add."), Message("user", "1+1"), Message("assistant", "2 it is")
+MORE, REPLY_2 = Message("user", "and 2+2"), Message("assistant", "4")
+ADD, SUB = Tool(name="add", description="adds"), Tool(name="sub", description="subtracts")
+
+
+class Session:
+    """Places requests as the gateway does, and keeps what it would record."""
+
+    def __init__(self) -> None:
+        self.forest = Forest()
+        self.recorded: list[tuple[Turn, bytes, bytes]] = []
+
+    def say(
+        self,
+        request: Sequence[Message],
+        reply: Message,
+        tools: Sequence[Tool] = (),
+        *,
+        ids: Sequence[int] = (1, 2),
+        fork: ForkReason | None = None,
+    ) -> str:
+        """`fork`: a reason that only the renderer would find; the turn is then a root."""
+        match = self.forest.match(request, tools)
+        parent, messages = match.node, match.new
+        reason = match.fork
+        if fork is not None:
+            parent, messages, reason = None, tuple(request), fork
+        if parent is None:
+            messages = tuple(request)
+        name = f"t-{len(self.recorded)}"
+        turn = Turn(
+            id=name,
+            session_id="s",
+            parent_id=parent.turn.id if parent else None,
+            context_ids_T=np.array(ids, np.int32),
+            sampled_ids_T=np.array([7], np.int32),
+            logprobs_T=np.array([-1], np.float32),
+            spans=(VersionSpan(version=WeightVersion(0), start=0, end=1),),
+            finish_reason="stop",
+            request_digest="",
+            delivered=True,
+            temperature=1.0,
+            prompt_tokens=2,
+            cached_tokens=0,
+            fork_reason=reason.value if reason else "",
+            started_at=0.0,
+            finished_at=float(len(self.recorded)),
+        )
+        all_messages = (*messages, reply)
+        self.forest.add(
+            Node(turn=turn, parent=parent, messages=all_messages, closed=True, tools=tuple(tools))
+        )
+        self.recorded.append((turn, msgspec.json.encode(all_messages), msgspec.json.encode(list(tools))))
+        return name
+
+    def explained(self, turn_id: str) -> Explanation:
+        explanations = explain_forks(self.recorded, MatchLevel.REWRITTEN, None)
+        assert set(explanations) == {turn.id for turn, _, _ in self.recorded if turn.fork_reason}
+        return explanations[turn_id]
+
+
+def test_an_edited_reply_is_shown_beside_the_recorded_one() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
+    edited = Message("assistant", "2 it was")
+    found = session.explained(session.say([SYSTEM, ASK, edited, MORE], REPLY_2))
+    assert (found.from_turn, found.shared, found.messages) == ("t-0", 2, 4)
+    assert found.what == "Message 3 (assistant): another text"
+    assert found.change
+    assert (found.change.recorded, found.change.sent) == ("2 it is", "2 it was")
+    assert "as it got them" in found.advice
+
+
+def test_an_edited_later_reply_branches_off_its_parent() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
+    name = session.say([SYSTEM, ASK, REPLY, MORE, Message("assistant", "five"), MORE], REPLY_2)
+    [turn] = [turn for turn, _, _ in session.recorded if turn.id == name]
+    assert turn.parent_id == "t-0", "it records only what follows there"
+    found = session.explained(name)
+    assert (found.from_turn, found.shared, found.messages) == ("t-1", 4, 6)
+    assert found.what == "Message 5 (assistant): another text"
+
+
+def test_a_changed_system_message_is_named() -> None:
+    session = Session()
+    session.say([Message("system", "It is 10:00."), ASK], REPLY)
+    request = [Message("system", "It is 10:01."), ASK, REPLY, MORE]
+    found = session.explained(session.say(request, REPLY_2))
+    assert found.what == "The system message (message 1) has another text"
+    assert found.change
+    assert (found.change.recorded, found.change.sent) == ("It is 10:00.", "It is 10:01.")
+    assert "the time" in found.advice
+    assert found.from_turn == ""
+
+
+def test_a_first_request_with_another_system_message_is_a_new_conversation_that_says_so() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    found = session.explained(session.say([Message("system", "You add!"), ASK], REPLY_2))
+    assert found.what == "The system message (message 1) has another text"
+    assert "send the system message as it was" in found.advice
+    other = session.explained(session.say([SYSTEM, Message("user", "Give it a title")], REPLY_2))
+    assert other.what == "Message 2 (user): another text"
+    assert "child session" in other.advice
+
+
+def test_changed_tools_are_named() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY, [ADD])
+    request = [SYSTEM, ASK, REPLY, MORE]
+    added = session.explained(session.say(request, REPLY_2, [ADD, SUB]))
+    assert added.what == "The tools changed (added: sub)"
+    assert "offer the same tools" in added.advice
+    defined = session.explained(session.say(request, REPLY_2, [Tool(name="add", description="adds two")]))
+    assert defined.what == "The definition of add changed"
+    assert "descriptions" in defined.advice
+    assert defined.change
+    assert (defined.change.recorded.strip(), defined.change.sent.strip()) == ("add: adds", "add: adds two")
+
+
+def test_whitespace_alone_is_said_to_be_whitespace() -> None:
+    session = Session()
+    session.say([Message("system", "a\n\nb"), ASK], REPLY)
+    found = session.explained(session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2))
+    assert "only whitespace differs" in found.what
+
+
+def test_removed_messages_are_counted() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
+    found = session.explained(session.say([SYSTEM, REPLY_2, MORE], REPLY))
+    assert found.what == "From message 2 on, other messages were sent than were recorded"
+    assert found.change
+    assert found.change.recorded.startswith("3 messages, the first is user: 1+1")
+    assert found.change.sent == "0 messages"
+
+
+def test_a_template_that_renders_the_history_differently_is_compared_by_tokens() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY, ids=(1, 2, 3))
+    request = [SYSTEM, ASK, REPLY, MORE]
+    name = session.say(request, REPLY_2, ids=(1, 9, 3, 7, 8), fork=ForkReason.TEMPLATE_CHANGED)
+    found = session.explained(name)
+    assert found.what.endswith("renders them differently from token 1 on")
+    assert found.change
+    assert (found.change.recorded, found.change.sent) == ("ids 1 2 3 7", "ids 1 9 3 7 8")
+    texts = explain_forks(session.recorded, MatchLevel.REWRITTEN, lambda ids: "-".join(map(str, ids)))
+    change = texts[name].change
+    assert change
+    assert change.sent == "1-9-3-7-8"
+    assert "check-template" in found.advice
+
+
+def test_damaged_turns_are_left_out() -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    turn, messages, tools = session.recorded[0]
+    session.say([SYSTEM, ASK, Message("assistant", "x"), MORE], REPLY_2)
+    session.recorded[0] = (turn, b"\xff", tools)
+    found = explain_forks(session.recorded, MatchLevel.REWRITTEN, None)
+    assert found["t-1"].what == ""
+    assert messages
