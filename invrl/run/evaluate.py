@@ -20,6 +20,7 @@ from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.run.ray_session import start_ray
+from invrl.run.tokenizer import keep_tokenizer
 from invrl.store.run_folder import RunFolder
 
 
@@ -32,6 +33,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.described}; run folder {folder.path}")
+    keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray(config, folder.ray_logs_path))

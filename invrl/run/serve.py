@@ -8,6 +8,7 @@ from invrl.host.temporary_folder import remove_abandoned
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
+from invrl.run.tokenizer import keep_tokenizer
 from invrl.store.run_folder import RunFolder
 from invrl.types import GroupLease, GroupMember, Session, Task
 
@@ -15,6 +16,7 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
     remove_abandoned()
+    keep_tokenizer(config, folder)
     async with start_serving(with_long_answers(config), folder) as serving:
         print(
             f"starting {config.engine.described} behind {serving.fleet.router.program}; "

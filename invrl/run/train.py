@@ -38,7 +38,7 @@ from invrl.rollout.tasks import feedback_notes, label_notes
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
-from invrl.run.cluster import Cluster, chat_template_override, start_cluster
+from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import report_failures
@@ -48,6 +48,7 @@ from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.teacher import Teacher, open_teacher
+from invrl.run.tokenizer import keep_tokenizer
 from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
@@ -58,7 +59,6 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.store.tokenizer_folder import copy_tokenizer
 from invrl.train.train_handle import TrainHandle
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
@@ -87,7 +87,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     display = open_progress(config.run.progress, num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
     _note_settings(config, folder, start, observer)
-    _keep_tokenizer(config, folder)
+    keep_tokenizer(config, folder)
     try:
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
@@ -120,15 +120,6 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
     if not config.trains_alone:
         for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
-
-
-def _keep_tokenizer(config: Config, folder: RunFolder) -> None:
-    """Copies the tokenizer into the folder. An error is only logged: the run does not need the copy."""
-    try:
-        template = chat_template_override(config)
-        copy_tokenizer(config.model.folder, folder.tokenizer_path, chat_template=template)
-    except OSError:
-        logger.exception("the tokenizer cannot be copied")
 
 
 def _draw_report(folder: RunFolder) -> Path | None:

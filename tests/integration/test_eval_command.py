@@ -35,6 +35,7 @@ def test_two_sets_are_measured_and_nothing_is_left(tiny_model: Path, tmp_path: P
         text=True,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
     report = json.loads((run / "report" / "eval.json").read_text())
     assert report["model"] == str(tiny_model)
     assert report["config"]["rollout"]["max_new_tokens"] == 8
