@@ -30,6 +30,7 @@ from invrl.viewer.run_pages import (
     timeline_page,
     weights_page,
 )
+from invrl.viewer.said_words import SaidWriter
 from invrl.viewer.viewed_run import ViewedRun
 
 _ALL = -1
@@ -125,17 +126,20 @@ def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say)
     total = len(orders[0])
     chosen = _in_turns(orders, count or total)
     tasks: set[str] = set()
+    said = SaidWriter(writer.write, f"runs/{run.id}/said")
     for number, session_id in enumerate(chosen, 1):
         detail = rollout_detail(run, session_id, full=True)
         if detail is None:
             continue
         writer.write(f"runs/{run.id}/rollouts/{session_id}", detail)
         tasks.add(detail["row"]["task"])
+        said.add(session_id, detail["turns"])
         for turn in detail["turns"]:
             tokens = turn_tokens(run, turn["id"], full=True)
             writer.write(f"runs/{run.id}/turns/{turn['id']}/tokens", tokens)
         if number % 100 == 0:
             say(f"{run.id}: {number:,} of {len(chosen):,} conversations written")
+    said.close()
     for task in sorted(tasks):
         writer.write(f"runs/{run.id}/replies/{task}", last_replies(run, task, only=set(chosen)))
     return total - len(chosen)

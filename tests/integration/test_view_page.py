@@ -12,7 +12,12 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from recorded_run import record_run
 from scripted_viewer import HOSTILE, PAGE, ROWS, ScriptedViewer
+
+from invrl.gateway.types import Message, ToolCall
+from invrl.viewer.export import export_runs
+from invrl.viewer.viewed_run import ViewedRun, open_runs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: dev)")
 
@@ -465,6 +470,60 @@ def test_an_export_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_pat
     page.wait_for_selector("text=not in this export")
     assert errors == []
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("zurich", {"a"}),
+        ("seco", {"b"}),
+        ('"second answer"', {"b"}),
+        ('"answer second"', set()),
+        ("first second", set()),
+        ("first rep", {"b"}),
+        ("y", {"c"}),
+        ("x", {"c", "d"}),
+        ("x y", {"c"}),
+        ("TAKEN", {"d"}),
+        ("document.tit", {"d"}),
+        ("none-of-it", set()),
+    ],
+)
+def test_an_export_is_searched_as_the_run_is(
+    browser: Any, said_export: tuple[ViewedRun, Path], search: str, found: set[str]
+) -> None:
+    run, folder = said_export
+    with run.queries() as queries:
+        served = queries.rollouts({"q": [search]})["rows"]
+    assert {row["task"] for row in served} == found
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{(folder / 'index.html').as_uri()}#/rollouts?q={quote(search)}")
+    count = f"{len(found)} {'rollout' if len(found) == 1 else 'rollouts'}"
+    until(page, f"document.querySelector('.count')?.textContent.startsWith('{count}')")
+    shown = page.locator("table.data tbody tr.link td:first-child").all_inner_texts()
+    assert set(shown) == found
+    assert "what was said is here of 4 of 5, ids of all" in page.inner_text(".count")
+    assert errors == []
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def said_export(tmp_path_factory: pytest.TempPathFactory) -> tuple[ViewedRun, Path]:
+    """A run with four rollouts that say something, exported with these, and without a fifth."""
+    root = tmp_path_factory.mktemp("said")
+    recorded = record_run(root)
+    call = ToolCall(id="1", name="search_web", arguments='{"query": "Z\u00fcrich weather"}')
+    recorded.add("e", "nothing of note", 0.4)
+    recorded.add("a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0)
+    recorded.add("b", ["first reply", "second answer"], 0.9)
+    recorded.add("c", "x marks y", 0.1)
+    recorded.add("d", HOSTILE, 0.0)
+    recorded.writer.close()
+    [run] = open_runs([recorded.folder.path], root / "cache")
+    export_runs([run], root / "export", rollouts=4, say=lambda _: None)
+    return run, root / "export"
 
 
 def write_export(server: ScriptedViewer, folder: Path) -> Path:

@@ -273,6 +273,8 @@ def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
     detail = values[f"runs/run/rollouts/{session_ids[9]}"]
     assert detail["turns"][0]["reply"]["content"] == HOSTILE
     assert f"runs/run/turns/{detail['turns'][0]['id']}/tokens" in values
+    assert values["runs/run/said"] == {"files": 1, "rollouts": 4}
+    assert {name for name, _ in values["runs/run/said/0"]} == set(exported)
     assert values["runs/run/replies/task-9"]["replies"][session_ids[9]]["text"] == HOSTILE.strip()
 
     again = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, check=False)

@@ -66,6 +66,13 @@ invrl.api = (() => {
     return loads.get(path);
   }
 
+  /** Frees what an export's file held; asked for again, it is read again. */
+  function forget(escaped) {
+    const path = escaped.split("/").map(decodeURIComponent).join("/");
+    written.delete(path);
+    loads.delete(path);
+  }
+
   async function load(path) {
     const file = (window.invrlExport.files || {})[path];
     if (!file) {
@@ -74,7 +81,10 @@ invrl.api = (() => {
     await new Promise((resolve, reject) => {
       const script = document.createElement("script");
       script.src = file;
-      script.onload = resolve;
+      script.onload = () => {
+        script.remove();
+        resolve();
+      };
       script.onerror = () => reject(new ApiError(`${file} of this export is missing.`, "Copy the export's whole folder, or export again."));
       document.head.append(script);
     });
@@ -82,5 +92,5 @@ invrl.api = (() => {
     return written.get(path);
   }
 
-  return { ApiError, isExport, get, pathOf };
+  return { ApiError, isExport, get, forget, pathOf };
 })();

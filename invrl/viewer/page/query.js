@@ -6,9 +6,9 @@ invrl.query = (() => {
   const RANGED = ["reward", "tokens", "turns", "staleness", "seconds", "forks", "advantage", "logprob", "gap", "surprise"];
   const FIXED = { best: ["reward", -1], worst: ["reward", 1], surprising: ["surprise", -1] };
 
-  /** The rows that pass, in order. */
-  function chosenRows(rows, parameters) {
-    const passed = rows.filter((row) => passes(row, parameters));
+  /** The rows that pass, in order. `said`: {ids} of the rollouts in which `parameters.q` was said. */
+  function chosenRows(rows, parameters, said = null) {
+    const passed = rows.filter((row) => passes(row, parameters, said));
     return sortedRows(passed, parameters.sort || "opened_at", parameters.order || "desc");
   }
 
@@ -29,7 +29,7 @@ invrl.query = (() => {
     return counts;
   }
 
-  function passes(row, parameters) {
+  function passes(row, parameters, said) {
     for (const [name, key] of Object.entries(EXACT)) if (parameters[name] && row[key] !== parameters[name]) return false;
     if (parameters.step && String(row.step) !== parameters.step) return false;
     if (parameters.task && row.task_id !== parameters.task && row.task !== parameters.task) return false;
@@ -39,7 +39,7 @@ invrl.query = (() => {
     if (parameters.ended && ["running", "in_flight"].includes(row.state) === (parameters.ended === "1")) return false;
     for (const name of RANGED) if (!within(row[RANGES[name] || name], parameters[`min_${name}`], parameters[`max_${name}`])) return false;
     if (parameters.component && !within((row.components || {})[parameters.component], parameters.min_component, parameters.max_component)) return false;
-    if (parameters.q) {
+    if (parameters.q && !(said && said.ids.has(row.session_id))) {
       const text = `${row.task_id} ${row.session_id} ${row.detail || ""}`.toLowerCase();
       if (!parameters.q.toLowerCase().split(/\s+/).every((word) => text.includes(word.replaceAll('"', "")))) return false;
     }

@@ -60,6 +60,9 @@ invrl.rollouts = (() => {
     }
 
     signal.addEventListener("abort", () => asking.abort());
+    window.addEventListener("searching", ({ detail }) => {
+      if (place.hasAttribute("aria-busy")) count.textContent = `Searching what was said: ${number(detail.done)} of ${number(detail.all)} files`;
+    }, { signal });
     replaceChildren(
       main,
       element("h1", { class: "sr" }, "Rollouts"),
@@ -109,6 +112,7 @@ invrl.rollouts = (() => {
 
   function countText({ total, searched }, run) {
     const found = `${number(total)} ${total === 1 ? "rollout" : "rollouts"}`;
+    if (searched && searched.rollouts < searched.all_rollouts) return `${found}; what was said is here of ${number(searched.rollouts)} of ${number(searched.all_rollouts)}, ids of all`;
     if (searched && searched.turns_indexed < searched.turns) return `${found} so far: ${number(searched.turns_indexed)} of ${number(searched.turns)} turns are indexed`;
     return run.index && run.index.ready === false ? `${found} so far` : found;
   }
