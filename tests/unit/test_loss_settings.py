@@ -10,9 +10,10 @@ import pytest
 import torch
 from checks_by_name import run_check
 
-from invrl.algorithms.config import PRESETS, AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.example import example_inputs
 from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.presets import PRESETS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
