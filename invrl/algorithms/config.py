@@ -206,6 +206,26 @@ class AlgorithmConfig(Section):
     aggregation_constant: NonNegativeFloat = Field(
         0.0, description="tokens that a rollout's sum is divided by (aggregation constant)"
     )
+    length_weighting: Literal["none", "power"] = Field(
+        "none",
+        description="factor of the losses of a rollout's tokens by its length within its group; power: a "
+        "softmax of (1 + r z)^lambda with the standardized length z, times the group's size (lambda-GRPO)",
+    )
+    length_lambda: float = Field(
+        0.0,
+        ge=-100.0,
+        le=100.0,
+        description="lambda at the start (length_weighting power): above 0 long rollouts count more, below 0 "
+        "short ones; 0: all alike. The paper does not say where it starts",
+    )
+    length_lambda_lr: NonNegativeFloat = Field(
+        0.0,
+        description="learning rate of lambda, by gradient descent in each optimizer step; 0: it stays. The "
+        "paper does not give one",
+    )
+    length_lambda_scale: PositiveFloat = Field(
+        1 / 9, description="r, how far a deviation of the length moves 1 + r z from 1"
+    )
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
         "k3", description="estimator of that KL; unbiased: k3 with an importance weight (DeepSeek-V3.2)"
@@ -332,6 +352,11 @@ class AlgorithmConfig(Section):
             sentences.append(
                 f"the {self.rejection} rejection never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so no ratio is outside of any bounds"
+            )
+        if self.length_weighting != "none" and not self.length_lambda and not self.length_lambda_lr:
+            sentences.append(
+                "the length weights never act: with a length_lambda of 0 that is not learned every weight is "
+                "1. They act with --length-lambda, or with --length-lambda-lr"
             )
         if self.kl_in != "loss" and not self.kl_coef:
             sentences.append("kl_in has no effect: kl_coef is 0, so there is no KL term")

@@ -188,6 +188,21 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "reference_reset_optimizer": True,
         "num_minibatches": 4,
     },
+    # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that of a review of it.
+    # Where lambda starts, its learning rate and its optimizer are not known to us, so these are ours; so are
+    # the bounds of the clip and the absence of a KL term.
+    "lambda_grpo": {
+        "advantage": "grpo",
+        "eps_clip_low": 0.2,
+        "eps_clip_high": 0.2,
+        "dual_clip": 0.0,
+        "aggregation": "token_mean",
+        "length_weighting": "power",
+        "length_lambda": 0.0,
+        "length_lambda_lr": 0.1,
+        "length_lambda_scale": 1 / 9,
+        "kl_coef": 0.0,
+    },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
         "advantage": "dr_grpo",
@@ -226,4 +241,5 @@ PresetName = Literal[
     "a3po",
     "vespo",
     "prorl",
+    "lambda_grpo",
 ]
