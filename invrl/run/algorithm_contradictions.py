@@ -384,7 +384,7 @@ def _critic(config: Config) -> Contradictions:
         yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
-ON_DATA = (_reference, _critic, _loss, _kl, _entropy, _objective, _teacher)
+ON_DATA = (_reference, _critic, _loss, _length_weights, _kl, _entropy, _objective, _teacher)
 """For a run on a file."""
 WITH_ROLLOUTS = (
     _reference,

@@ -63,6 +63,18 @@ def from_flags(*flags: str) -> Config:
             "so short that 1 + r z is not above 0",
             "below 0.08908",
         ),
+        (
+            "--objective sft --data-path rows.jsonl --length-weighting power",
+            "length_weighting",
+            "the objective sft does not read it",
+            "leave it out",
+        ),
+        (
+            "--objective sft --data-path rows.jsonl --length-lambda 1",
+            "length_lambda",
+            "no rollout is weighted",
+            "leave it out",
+        ),
         ("--length-lambda 101 --length-weighting power", "length_lambda", "100", ""),
         ("--rejection-high 2", "rejection_high", "nothing is rejected", "--rejection token"),
         ("--rejection token --rejection-high 1", "rejection_high", "a ratio of 1", "above 1"),
