@@ -44,8 +44,8 @@ def weights_of_group(
     and among equal lengths every weight is exactly 1. With lambda above 0 long rollouts count more, below 0
     short ones.
 
-    lambda-GRPO (arXiv 2510.06870, section 2.3). The paper leaves the kind of deviation open: it is the
-    sample's here (G - 1), as in grpo-composer, the implementation that we found.
+    lambda-GRPO (arXiv 2510.06870, section 2.3, as reviews and the reimplementation grpo-composer give it).
+    The deviation is the sample's (G - 1), as in grpo-composer, whose softmax is the same but has no bounds.
     """
     num_rollouts = len(lengths_G)
     deviation = lengths_G.std(ddof=1) if num_rollouts > 1 else 0.0

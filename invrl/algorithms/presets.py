@@ -189,8 +189,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "num_minibatches": 4,
     },
     # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that of a review of it.
-    # Where lambda starts, its learning rate and its optimizer are not known to us, so these are ours; so are
-    # the bounds of the clip and the absence of a KL term.
+    # Where lambda starts, its learning rate (those of the reimplementation grpo-composer) and its optimizer,
+    # plain gradient descent, are ours; so are the bounds of the clip and the absence of a KL term.
     "lambda_grpo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
