@@ -87,7 +87,9 @@ class RunExporter(Sink, Collector):
                 self._steps.add(row, counted=False)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        row: dict[str, float | None] = {**values, "step": float(step), "time": self._clock()}
+        row: dict[str, float | None] = {"step": float(step), "time": self._clock()}
+        for name, value in values.items():
+            row[name] = value if math.isfinite(value) else None
         if any(key.startswith("train/") for key in values):
             row["training_step"] = 1.0
         with self._lock:

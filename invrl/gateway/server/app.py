@@ -214,7 +214,7 @@ def _add_counting(app: _GatewayApp, requests: RequestCounts) -> None:
     """Requests that this worker answers are counted. Those that it forwards are counted by their owner."""
     for path, endpoint in app.sampling_endpoints.items():
         app.sampling_endpoints[path] = CountedApp(endpoint, counts=requests, route_of=_sampling_route(path))
-    app.add_middleware(CountedApp, counts=requests, route_of=route_names(lambda: app.router.routes))
+    app.add_middleware(CountedApp, counts=requests, route_of=route_names(app.router.routes))
 
 
 def _sampling_route(path: str) -> Callable[[Scope], str]:

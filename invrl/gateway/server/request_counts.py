@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -90,16 +90,19 @@ class CountedApp:
             self._counts.count(self._route_of(scope), status, time.perf_counter() - began_at)
 
 
-def route_names(routes: Callable[[], Sequence[BaseRoute]]) -> Callable[[Scope], str]:
-    """A function that names the route of a request that one of `routes` has answered: its path, without the
-    prefix that holds a key; `UNKNOWN_ROUTE` if none of them has."""
+def route_names(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
+    """A function that names the route of a request that is over: its path, without the prefix that holds a
+    key; `UNKNOWN_ROUTE` if there is none. FastAPI notes the route in the scope, Starlette only the handler:
+    `routes` are those of Starlette. Of several routes with one handler the first gives the name."""
     names: dict[object, str] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            names.setdefault(route.endpoint, route.path.removeprefix(_KEY_PREFIX))
 
     def name_of(scope: Scope) -> str:
-        if not names:
-            for route in routes():
-                path = str(getattr(route, "path", UNKNOWN_ROUTE))
-                names[getattr(route, "endpoint", None)] = path.removeprefix(_KEY_PREFIX)
+        route = scope.get("route")
+        if isinstance(route, Route):
+            return route.path
         return names.get(scope.get("endpoint"), UNKNOWN_ROUTE)
 
     return name_of
