@@ -8,7 +8,7 @@ import shutil
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.open_group import RolloutState
 from invrl.engines.fleet_state import FleetState
 from invrl.observe.run_exporter import Histogram, Labels, Numbers
+from invrl.reasons import DropReason, FailureReason
 from invrl.run.checkpoints import Checkpoints
 from invrl.store.run_folder import RunFolder
 
@@ -55,11 +56,11 @@ def checkpoint_numbers(folder: RunFolder) -> Numbers:
         return {}
     return {
         "invrl_checkpoint_step": {(): float(checkpoint.step)},
-        "invrl_checkpoint_timestamp_seconds": {(): _manifest_time(checkpoint.path)},
+        "invrl_checkpoint_timestamp_seconds": {(): _written_at(checkpoint.path)},
     }
 
 
-def _manifest_time(checkpoint: Path) -> float:
+def _written_at(checkpoint: Path) -> float:
     """When the last file of a checkpoint was written."""
     return max((path.stat().st_mtime for path in checkpoint.iterdir()), default=checkpoint.stat().st_mtime)
 
@@ -153,13 +154,16 @@ class BufferNumbers:
             "invrl_rollouts": rollouts,
             "invrl_groups": groups,
             "invrl_rollouts_ended": ended,
-            "invrl_rollouts_failed": _since(failed_before, self._now.failed),
-            "invrl_groups_dropped": _since(dropped_before, self._now.dropped),
+            "invrl_rollouts_failed": _since(failed_before, self._now.failed, FailureReason),
+            "invrl_groups_dropped": _since(dropped_before, self._now.dropped, DropReason),
         }
 
 
-def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[Labels, float]:
-    return {(reason,): float(count - before.get(reason, 0)) for reason, count in now.items()}
+def _since(before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[str]) -> dict[Labels, float]:
+    """By reason. All `reasons` are there from the beginning: Prometheus sees no rise in a series that begins
+    with its first event."""
+    names = dict.fromkeys([*map(str, reasons), *now])
+    return {(name,): float(now.get(name, 0) - before.get(name, 0)) for name in names}
 
 
 class ProcessNumbers:
