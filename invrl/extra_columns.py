@@ -27,6 +27,7 @@ RESERVED_NAMES = frozenset(
         "reward_shaping",
         "rewards",
         "rollout",
+        "solved",
         "teacher",
         "values",
     }

@@ -268,6 +268,16 @@ class Buffer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRecord:
+    """What a step trained one row with: float32 [N], for each trained token of the row in order."""
+
+    advantages_N: NDArray[np.float32]
+    logprobs_N: NDArray[np.float32]
+    """The trainer's, in nats: under the old policy where it was computed, else of the pass that was
+    trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What training on one batch did."""
@@ -279,6 +289,9 @@ class StepResult:
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]
     """Seconds per phase."""
+    token_records: tuple[TokenRecord | None, ...] = ()
+    """One for each sample of the batch, or of the rank's shard in order; None for a sample that no optimizer
+    step of the policy saw. Empty: nothing was recorded."""
 
 
 class Trainer(Protocol):

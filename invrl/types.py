@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from invrl.reasons import DropReason, FailureReason
 from invrl.routed_experts import RoutedExperts
+from invrl.top_logprobs import TopLogprobs
 
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
@@ -342,6 +343,8 @@ class Rollout:
     that predicted it."""
     token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(default_factory=dict)
     """Turn id -> name -> one number for each sampled token, of extra columns that have one per token."""
+    top_logprobs: Mapping[str, TopLogprobs] = field(default_factory=dict)
+    """By turn id, where the run records them: the likeliest tokens in the place of each sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,6 +482,10 @@ class GrammarSpan:
     grammar: str
 
 
+SOLVED_NUMBER = "solved"
+"""The number of a row that is 1 if its rollout solved its task, else 0, where the objective reads it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
     """One flat row of training data: a branch of a rollout."""
@@ -496,9 +503,14 @@ class TrainSample:
     rollout_id: str
     attempt: int
     turn_ids: tuple[str, ...]
+    turn_spans: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made of turns."""
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
     """The experts that computed token t in the engine; None: they were not recorded."""
+    top_logprobs: TopLogprobs | None = None
+    """The tokens that the engine's policy held likeliest in the place of token t; none where the loss mask is
+    False. None: they were not recorded."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """More numbers of token t, by name: log-probs of a teacher, process rewards, the user's own."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -507,6 +519,8 @@ class TrainSample:
     def __post_init__(self) -> None:
         if self.experts_TLK is not None:
             _same_length(tokens_T=self.tokens_T, experts_TLK=self.experts_TLK)
+        if self.top_logprobs is not None:
+            _same_length(tokens_T=self.tokens_T, top_ids_TK=self.top_logprobs.ids_TK)
         _same_length(tokens_T=self.tokens_T, **self.columns)
         length = _same_length(
             tokens_T=self.tokens_T,
@@ -528,6 +542,8 @@ class TrainedCounts:
     tokens_of_group: Mapping[str, int]
     """By group id."""
     rows: int
+    solved_tokens: int = 0
+    """Of rows whose number `solved` is 1."""
 
     @property
     def tokens(self) -> int:
@@ -546,14 +562,21 @@ class TrainedCounts:
         tokens_of_rollout: dict[str, int] = {}
         tokens_of_group: dict[str, int] = {}
         rows = 0
+        solved_tokens = 0
         for sample in samples:
             num_trained = int(sample.loss_mask_T.sum())
             if num_trained == 0:
                 continue
             rows += 1
+            solved_tokens += num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
             tokens_of_rollout[sample.rollout_id] = tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
             tokens_of_group[sample.group_id] = tokens_of_group.get(sample.group_id, 0) + num_trained
-        return TrainedCounts(tokens_of_rollout=tokens_of_rollout, tokens_of_group=tokens_of_group, rows=rows)
+        return TrainedCounts(
+            tokens_of_rollout=tokens_of_rollout,
+            tokens_of_group=tokens_of_group,
+            rows=rows,
+            solved_tokens=solved_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The queries of the Grafana dashboard and of the alert rules in `launch/`, and what they need of a scrape."""
+"""The queries of the dashboard and of the alert rules in `launch/`, and what they need of a scrape."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "gateway.rendering.renderer",
     },
 }
+MAY_IMPORT["viewer"] = {"host", "store", "buffer", "observe", "gateway.types"}
 MAY_IMPORT["bench"] = {"host", "train", "algorithms", "engines", "weights"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

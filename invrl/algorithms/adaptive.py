@@ -35,6 +35,22 @@ def adapted_entropy_coef(coef: float, entropy: float, target: float, step: float
     return min(max(coef, 0.0), _LARGEST_ENTROPY_COEF)
 
 
+def entropy_coef_of_band(coef: float, entropy: float, low: float, high: float, step: float) -> float:
+    """Two bounds of the entropy, and in between nothing that pushes it: ours, after Skywork-OR1's one bound.
+
+        H < low              coef <- max(coef, 0) + step       at most 1: a bonus
+        H > high             coef <- min(coef, 0) - step       at least -1: a penalty
+        low <= H <= high     coef <- towards 0 by step         does not act
+
+    No paper that we know has both.
+    """
+    if entropy < low:
+        return min(max(coef, 0.0) + step, _LARGEST_ENTROPY_COEF)
+    if entropy > high:
+        return max(min(coef, 0.0) - step, -_LARGEST_ENTROPY_COEF)
+    return coef - min(max(coef, -step), step)
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """What the controllers have come to."""
@@ -42,7 +58,8 @@ class Coefficients:
     kl: float
     entropy: float
     entropy_acts: bool
-    """Whether the entropy was at most the target when it was last measured."""
+    """Whether the entropy, when it was last measured, was where the coefficient acts: at most the target, or
+    outside of the band."""
 
     @staticmethod
     def of(config: AlgorithmConfig) -> "Coefficients":
@@ -55,14 +72,19 @@ class Coefficients:
         kl = self.kl
         if config.kl_target:
             kl = adapted_kl_coef(kl, divergence, config.kl_target)
-        if not config.entropy_target:
-            return Coefficients(kl, self.entropy, self.entropy_acts)
         target = config.entropy_target
+        ceiling = config.entropy_ceiling
+        if ceiling:
+            adapted = entropy_coef_of_band(self.entropy, entropy, target, ceiling, config.entropy_coef_step)
+            return Coefficients(kl, adapted, not target <= entropy <= ceiling)
+        if not target:
+            return Coefficients(kl, self.entropy, self.entropy_acts)
         adapted = adapted_entropy_coef(self.entropy, entropy, target, config.entropy_coef_step)
         return Coefficients(kl, adapted, entropy <= target)
 
     def within(self, config: AlgorithmConfig) -> AlgorithmConfig:
         """The run's settings with these coefficients in the place of those that it began with. With a target
-        the entropy bonus acts only while the entropy is at most the target."""
+        the entropy bonus acts only while the entropy is at most the target, with a ceiling only outside of
+        the two."""
         entropy = self.entropy if self.entropy_acts else 0.0
         return config.model_copy(update={"kl_coef": self.kl, "entropy_coef": entropy})

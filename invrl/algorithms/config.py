@@ -14,12 +14,14 @@ RolloutUse = Literal["train", "baseline", "leave_out"]
 DEFAULT_PASS_AT_K = 4
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "reinforce_pp_baseline")
 """Advantages that are 0 in a group of one."""
+LINEAR = ("rloo", "dr_grpo", "raw")
+"""Advantages that are linear in the rewards of a group: that of a sum of rewards is the sum of theirs."""
 FROM_VALUES = ("gae",)
 """Advantages that the trainer computes, from the rewards of tokens and a critic's values."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
 """Advantages that are whitened over tokens if nothing else is set."""
 
-PRESETS: dict[str, dict[str, str | float]] = {
+PRESETS: dict[str, dict[str, str | float | bool]] = {
     # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single update per batch
     "grpo": {
         "advantage": "grpo",
@@ -74,9 +76,8 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
-    # arXiv 2402.14740: REINFORCE on whole rollouts, KL coefficient of its summarization task. The paper's KL
-    # is in the reward that the baseline is computed from; ours is subtracted after the baseline, and from a
-    # token on. The paper makes 2 updates a batch.
+    # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its summarization task and its
+    # 2 updates a batch.
     "rloo": {
         "advantage": "rloo",
         "policy_loss": "policy_gradient",
@@ -84,7 +85,8 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "aggregation_constant": 1.0,
         "kl_coef": 0.03,
         "kl_estimator": "k1",
-        "kl_in": "reward",
+        "kl_in": "rollout_reward",
+        "kl_clamp": 0.0,
         "num_minibatches": 2,
     },
     # arXiv 2501.03262, eq. 4 and 5, and table 1
@@ -113,12 +115,12 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_in": "reward",
         "num_minibatches": 4,
     },
-    # arXiv 2504.05118, section 5.1, without the likelihood term of correct rollouts (eq. 9). The paper makes
-    # 16 updates a batch.
+    # arXiv 2504.05118, section 5.1. The paper makes 16 updates a batch.
     "vapo": {
         "advantage": "gae",
         "critic_gae_lambda": 1.0,
         "gae_length_alpha": 0.05,
+        "solved_nll_coef": 0.1,
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.28,
         "dual_clip": 0.0,
@@ -189,7 +191,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "num_minibatches": 4,
     },
     # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL coefficient, and resets the
-    # reference (and the optimizer, which we do not) when validation stagnates: both numbers are ours.
+    # reference and the optimizer when validation stagnates: both numbers are ours.
     "prorl": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -199,6 +201,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "kl_coef": 0.001,
         "kl_estimator": "k3",
         "reference_reset_steps": 200,
+        "reference_reset_optimizer": True,
         "num_minibatches": 4,
     },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
@@ -361,7 +364,8 @@ class AlgorithmConfig(Section):
     policy_loss: str = Field(
         "clip",
         description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'dppo_tv', 'dppo_kl', 'vespo', "
-        "'policy_gradient' (no ratio), or module:name of a PolicyLoss",
+        "'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', 'dppo_kl_topk', 'simko'; "
+        "or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
@@ -383,6 +387,18 @@ class AlgorithmConfig(Section):
         0.2,
         description="distance from the policy that sampled above which a token is masked (dppo_tv; the paper "
         "has 0.05 for dppo_kl)",
+    )
+    simko_alpha: float = Field(
+        0.01, ge=0.0, le=1.0, description="share of a token's gradient that the likeliest tokens get (simko)"
+    )
+    simko_top1_weight: PositiveFloat = Field(
+        1.1, description="factor of the ratio of a likeliest token whose advantage is negative (simko)"
+    )
+    simko_entropy_quantile: float = Field(
+        0.8,
+        ge=0.0,
+        le=1.0,
+        description="quantile of a row's entropies above which tokens are changed (simko)",
     )
     vespo_power_positive: NonNegativeFloat = Field(
         2.0, description="c1 of the row's weight W^c1 exp(c2 (1 - W)), advantage not negative (vespo)"
@@ -416,9 +432,10 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
         "k3", description="estimator of that KL; unbiased: k3 with an importance weight (DeepSeek-V3.2)"
     )
-    kl_in: Literal["loss", "reward"] = Field(
+    kl_in: Literal["loss", "reward", "rollout_reward"] = Field(
         "loss",
-        description="where the KL is: a term of the loss, or a penalty of each token's reward (k1 is usual)",
+        description="where the KL is: a term of the loss; a penalty of each token's reward (k1 is usual); or "
+        "the whole rollout's, in its reward before rewards are compared (rloo, dr_grpo, raw)",
     )
     kl_clamp: NonNegativeFloat = Field(
         10.0, description="bound of one token's estimate of that KL; 0: no bound"
@@ -432,12 +449,21 @@ class AlgorithmConfig(Section):
         0,
         description="batches after which the current policy becomes the reference, again and again; 0: never",
     )
+    reference_reset_optimizer: bool = Field(
+        False,
+        description="the optimizer's moments are reset whenever the reference is (ProRL)",
+    )
     reference_ema: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="the reference is a moving average: after each batch this share of it stays and the rest "
         "is the current policy; 0: it stays frozen",
+    )
+    solved_nll_coef: NonNegativeFloat = Field(
+        0.0,
+        description="weight of the negative log-likelihood of rollouts that solved their task (reward of at "
+        "least success_reward), a mean over their tokens (VAPO: 0.1); 0: none",
     )
     entropy_coef: NonNegativeFloat = Field(
         0.0, description="weight of the entropy bonus: it is subtracted from the loss; 0: none"
@@ -447,8 +473,13 @@ class AlgorithmConfig(Section):
         description="entropy in nats above which there is no bonus, and towards which entropy_coef is "
         "adapted after each batch; 0: entropy_coef stays",
     )
+    entropy_ceiling: NonNegativeFloat = Field(
+        0.0,
+        description="entropy in nats above which entropy_coef becomes a penalty; between entropy_target and "
+        "this nothing acts; 0: none",
+    )
     entropy_coef_step: PositiveFloat = Field(
-        0.005, description="by how much a batch changes entropy_coef (entropy_target)"
+        0.005, description="by how much a batch changes entropy_coef (entropy_target, entropy_ceiling)"
     )
     old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
         "recompute",
@@ -459,6 +490,11 @@ class AlgorithmConfig(Section):
         1,
         description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
+
+    @property
+    def kl_in_rollout_rewards(self) -> bool:
+        """Whether the KL of whole rollouts enters the rewards that are compared."""
+        return self.kl_in == "rollout_reward" and self.kl_coef > 0
 
     @property
     def reference_moves(self) -> bool:
@@ -519,7 +555,7 @@ class AlgorithmConfig(Section):
                 f"the {self.rejection} rejection never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so no ratio is outside of any bounds"
             )
-        if self.kl_in == "reward" and not self.kl_coef:
+        if self.kl_in != "loss" and not self.kl_coef:
             sentences.append("kl_in has no effect: kl_coef is 0, so there is no KL term")
         return sentences
 

@@ -22,8 +22,8 @@ them where old log-probs are recomputed. The KL term and the entropy bonus of a 
 is never divided by the mean weight of the batch.
 
 RSPO's router-shift weight (arXiv 2510.23027) is not here. It needs the probabilities that the router gave
-the chosen experts when the tokens were sampled, and those that it gives the same experts now, per token and
-layer. Engines report which experts were chosen and no probability, and the loss sees no router.
+the chosen experts under the old policy, and those that it gives the same experts now, per token and layer.
+The trainer could compute both where it recomputes the old policy, but the loss sees no router yet.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ class CreditRules:
     token_level: bool = False
     """Whether the trainer computes the advantages, from rewards that are placed on tokens."""
     reward_columns: tuple[str, ...] = ()
+    solved_reward: float | None = None
+    """Final reward from which a row has the number `solved` of 1, else 0; None: rows have no such number."""
 
     def use_of(self, *, failed: bool, truncated: bool) -> RolloutUse:
         """The more restrictive rule of those that apply to a rollout."""
@@ -40,8 +42,9 @@ class CreditRules:
 PLAIN_RULES = CreditRules()
 
 
-def credit_rules(config: AlgorithmConfig, max_new_tokens: int) -> CreditRules:
-    """max_new_tokens: of one turn; the length of an overlong rollout where no other is set."""
+def credit_rules(config: AlgorithmConfig, max_new_tokens: int, *, success_reward: float = 1.0) -> CreditRules:
+    """max_new_tokens: of one turn; the length of an overlong rollout where no other is set. success_reward:
+    final reward from which a rollout counts as solved."""
     shaping = Shaping(
         overlong_length=config.overlong_length or max_new_tokens,
         overlong_buffer=config.overlong_buffer,
@@ -58,4 +61,5 @@ def credit_rules(config: AlgorithmConfig, max_new_tokens: int) -> CreditRules:
         discount=config.discount,
         token_level=config.token_level,
         reward_columns=config.reward_columns,
+        solved_reward=success_reward if config.solved_nll_coef else None,
     )

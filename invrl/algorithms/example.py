@@ -6,11 +6,13 @@ Imported only where there is such a function: it needs torch.
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives import check_outputs, is_built_in, needs_of, objective_of
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
+from invrl.top_logprobs import NO_TOKEN
+from invrl.types import SOLVED_NUMBER
 
 _TOKENS_OF_ROWS = (5, 3, 1)
 
@@ -62,7 +64,7 @@ def try_objective(config: AlgorithmConfig) -> None:
     name = config.objective
     if is_built_in(name) or needs_of(config).row_table:
         return
-    inputs = example_inputs()
+    inputs = example_inputs(with_top=needs_of(config).top_logprobs)
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
@@ -80,21 +82,23 @@ def try_objective(config: AlgorithmConfig) -> None:
         reason = f"for {num_tokens} random tokens its loss is {outputs.loss.item()}"
         raise PluginError("objective", name, reason, fix)
     assert inputs.entropy_N is not None
-    gradients = [
-        gradient for gradient in (inputs.current_N.grad, inputs.entropy_N.grad) if gradient is not None
-    ]
+    of_model = [inputs.current_N, inputs.entropy_N]
+    if inputs.top is not None:
+        of_model.append(inputs.top.current_NK)
+    gradients = [tensor.grad for tensor in of_model if tensor.grad is not None]
     if not gradients:
         reason = "its loss does not depend on the model: it has no gradient"
         fix = "compute it from inputs.current_N or inputs.entropy_N"
         raise PluginError("objective", name, reason, fix)
-    for gradient_N in gradients:
-        if not torch.isfinite(gradient_N).all():
-            reason = f"for {num_tokens} random tokens it has a gradient of {_first_bad(gradient_N)}"
+    for gradient in gradients:
+        if not torch.isfinite(gradient).all():
+            reason = f"for {num_tokens} random tokens it has a gradient of {_first_bad(gradient)}"
             raise PluginError("objective", name, reason, fix)
 
 
-def example_inputs() -> LossInputs:
-    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative advantages, and one of 0."""
+def example_inputs(*, with_top: bool = False) -> LossInputs:
+    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative advantages, and one of 0.
+    `with_top`: the likeliest tokens in the place of each, too."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
 
@@ -106,15 +110,42 @@ def example_inputs() -> LossInputs:
     advantages_N[0] = 0.0
     row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(torch.tensor(_TOKENS_OF_ROWS))
     num_rows = len(_TOKENS_OF_ROWS)
+    solved_R = torch.arange(num_rows) % 2 == 0
+    rows = Rows.each_a_rollout(row_N)
     return LossInputs(
         current_N=near(old_N).requires_grad_(),
         entropy_N=torch.rand(num_tokens, generator=generator).requires_grad_(),
-        rows=Rows.each_a_rollout(row_N),
-        denominators=Denominators(tokens=num_tokens, rows=num_rows, rollouts=num_rows, groups=num_rows),
+        rows=rows,
+        denominators=Denominators(
+            tokens=num_tokens,
+            rows=num_rows,
+            rollouts=num_rows,
+            groups=num_rows,
+            solved_tokens=float(rows.tokens_R[solved_R].sum()),
+        ),
         old_N=old_N,
         rollout_N=near(old_N),
         advantages_N=advantages_N,
         reference_N=near(old_N),
+        numbers={SOLVED_NUMBER: solved_R.float()},
+        top=_example_top(num_tokens, generator) if with_top else None,
+    )
+
+
+def _example_top(num_tokens: int, generator: torch.Generator) -> TopTokens:
+    """The 3 likeliest of 10 tokens, the first of which is the trained one. In the place of the first trained
+    token only one is possible."""
+    logits_NV = torch.randn(num_tokens, 10, generator=generator)
+    logits_NV[0, 1:] = -torch.inf
+    rollout_NK, ids_NK = logits_NV.log_softmax(dim=1).topk(3, dim=1)
+    moved_NK = rollout_NK + 0.1 * torch.randn(rollout_NK.shape, generator=generator)
+    is_sampled_NK = torch.zeros_like(ids_NK, dtype=torch.bool)
+    is_sampled_NK[:, 0] = True
+    return TopTokens(
+        current_NK=moved_NK.requires_grad_(),
+        rollout_NK=rollout_NK,
+        ids_NK=ids_NK.where(rollout_NK > -torch.inf, torch.tensor(NO_TOKEN)),
+        is_sampled_NK=is_sampled_NK,
     )
 
 

@@ -25,11 +25,17 @@ class Denominators:
     rows: float
     rollouts: float
     groups: float
+    solved_tokens: float = 0.0
+    """Of rows whose number `solved` is 1."""
 
     @staticmethod
     def of(trained: TrainedCounts) -> "Denominators":
         return Denominators(
-            tokens=trained.tokens, rows=trained.rows, rollouts=trained.rollouts, groups=trained.groups
+            tokens=trained.tokens,
+            rows=trained.rows,
+            rollouts=trained.rollouts,
+            groups=trained.groups,
+            solved_tokens=trained.solved_tokens,
         )
 
 
@@ -68,6 +74,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopTokens:
+    """The K tokens that the policy which sampled held likeliest in the place of each trained token, the
+    likeliest first: [N, K] each. Log-probs are as in `LossInputs`; minus infinity where there is no such
+    token."""
+
+    current_NK: Tensor
+    """Under the current policy, with their gradient."""
+    rollout_NK: Tensor
+    """Under the policy that sampled, as the engine returned them."""
+    ids_NK: Tensor
+    """int64; -1 where there is no such token."""
+    is_sampled_NK: Tensor
+    """bool: this is the trained token itself, which need not be among them."""
+
+    @property
+    def is_token_NK(self) -> Tensor:
+        """bool: there is such a token."""
+        return self.ids_NK >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """The trained tokens of one micro-batch, flat, row by row: float32 [N] each, N >= 0. Log-probs are in
     nats at the sampling temperature."""
@@ -93,6 +120,8 @@ class LossInputs:
     """More numbers of each row, by name, float32 [R] each: those of `TrainSample.numbers`."""
     after_update_N: Tensor | None = None
     """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
+    top: TopTokens | None = None
+    """None: the objective does not need them."""
 
     def __post_init__(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {"row_N": tuple(self.rows.row_N.shape)}
@@ -101,6 +130,11 @@ class LossInputs:
             if isinstance(value, Tensor):
                 shapes[member.name] = tuple(value.shape)
         shapes |= {name: tuple(column.shape) for name, column in self.columns.items()}
+        if self.top is not None:
+            top_shapes = {tuple(getattr(self.top, member.name).shape) for member in fields(self.top)}
+            if len(top_shapes) != 1:
+                raise ValueError(f"the likeliest tokens are not all of one shape [N, K]: {top_shapes}")
+            shapes["top"] = tuple(self.top.ids_NK.shape[:1])
         if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
             raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
         if self.current_N.numel() > self.denominators.tokens:

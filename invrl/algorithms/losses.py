@@ -13,8 +13,10 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
     a_t                             aggregation.py
     A_t                             advantages.py, computed when the batch is taken
 
+With `solved_nll_coef` the likelihood of rollouts that solved their task is added (`_solved_nll`).
+
 With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in the rewards that A_t
-is estimated from).
+is estimated from), and with `rollout_reward` in the rewards that A_t is compared from.
 
 No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), the KL term is bounded
 by `kl_clamp`, and the surrogate `clip` has a dual clip.
@@ -37,13 +39,15 @@ from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
 from invrl.metrics import Metric
+from invrl.types import SOLVED_NUMBER
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss in the module's docstring.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs and entropy_coef > 0 without entropies,
-    PluginError for a surrogate that cannot be loaded or trained.
+    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies, and
+    solved_nll_coef > 0 for rows that do not say whether they solved their task; PluginError for a surrogate
+    that cannot be loaded or trained.
     """
     if config.kl_coef and inputs.reference_N is None:
         raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
@@ -68,11 +72,33 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
+    metrics_of_solved: dict[str, Metric] = {}
+    if config.solved_nll_coef:
+        nll, metrics_of_solved = _solved_nll(inputs)
+        loss = loss + config.solved_nll_coef * nll
 
     with torch.no_grad():
         means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means}
         metrics = _metrics(inputs, old_N, correction, config, means=means, maxima={"ratio_max": ratio_N})
-    return LossOutputs(loss=loss, metrics=metrics)
+    return LossOutputs(loss=loss, metrics={**metrics, **metrics_of_solved})
+
+
+def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Metric]]:
+    """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all rollouts of
+    the mini-batch that solved their task, of which this is the micro-batch's part.
+
+        -sum_{i solved} sum_t log p_it / sum_{i solved} |o_i|
+
+    Neither the correction nor a clip acts on it. It is 0 where nothing was solved.
+    """
+    if not len(inputs.rows.tokens_R):
+        return inputs.current_N.sum(), {}
+    if SOLVED_NUMBER not in inputs.numbers:
+        raise ValueError(f"solved_nll_coef is set but rows have no number {SOLVED_NUMBER!r}")
+    is_solved_N = inputs.rows.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
+    nll_N = -inputs.current_N.masked_select(is_solved_N)
+    loss = nll_N.sum() / max(inputs.denominators.solved_tokens, 1.0)
+    return loss, token_metrics({"solved_nll": nll_N}, {})
 
 
 def _kl_term(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from invrl.algorithms.surrogates import ON_TOP_TOKENS
 from invrl.errors import PluginError
 from invrl.interfaces import Objective
 from invrl.plugins import load_plugin
@@ -55,6 +56,9 @@ class Needs:
     a method `couple`."""
     teacher: bool = False
     """Log-probs under the teacher, as the column `teacher`."""
+    top_logprobs: bool = False
+    """Log-probs of the likeliest tokens beside each trained one, which the run records
+    (`--rollout-top-logprobs`): `LossInputs.top`."""
     mismatched_rows: bool = False
     """Beside each row one with its prompt and another row's answer (`mismatched_rows.py`)."""
 
@@ -72,10 +76,15 @@ def needs_of(config: AlgorithmConfig) -> Needs:
                 old=config.old_logprobs == "recompute",
                 reference=config.kl_coef > 0,
                 values=config.has_critic,
+                top_logprobs=config.policy_loss in ON_TOP_TOKENS,
             )
         case "distillation":
-            recomputed = config.old_logprobs == "recompute"
-            return Needs(old=recomputed, reference=config.kl_coef > 0, teacher=True)
+            return Needs(
+                old=config.old_logprobs == "recompute",
+                reference=config.kl_coef > 0,
+                teacher=True,
+                top_logprobs=config.policy_loss in ON_TOP_TOKENS,
+            )
         case "sft":
             return Needs()
         case "dpo" | "ipo":

@@ -3,10 +3,8 @@
 A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's function is a
 PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the LossInputs too.
 
-Three published ones are not here. DPPO's top-k divergence (arXiv 2602.04879, eq. 15 and 16) and SimKO (arXiv
-2510.14807) need log-probs of the k most likely tokens, under the policy that sampled or the old one and, with
-a gradient, under the current one; a run records the sampled token's alone, and the trainer computes no other.
-The gate of rejection-gated policy optimization (arXiv 2604.14895) has no formula that we could read.
+One published one is not here: the gate of rejection-gated policy optimization (arXiv 2604.14895) has no
+formula that we could read.
 
 Torch is not imported here: the driver checks the setting with this module and never holds a tensor.
 """
@@ -14,8 +12,9 @@ Torch is not imported here: the driver checks the setting with this module and n
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from invrl.algorithms.config import AlgorithmConfig
-    from invrl.algorithms.loss_inputs import LossInputs
+    from invrl.algorithms.loss_inputs import LossInputs, Rows, TopTokens
 
 _LEAST_PROBABILITY = 1e-8
 """Of all the other tokens together, in `dppo_kl`, as in the authors' code."""
@@ -234,6 +233,108 @@ def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
     return TokenLosses(losses_N=losses_N, means=means)
 
 
+def dppo_tv_topk(of: SurrogateInputs) -> TokenLosses:
+    """DPPO with the total variation over the likeliest tokens (arXiv 2602.04879, eq. 12 and 15): as
+    `dppo_tv`, with
+
+        D = 1/2 sum over a in A'' of |q(a) - p(a)|
+
+    in the place of |p - q|. A'' has the K tokens that the policy which sampled held likeliest
+    (`rollout_top_logprobs`), the sampled token, and one outcome for all others together (section 4.4). The
+    authors' code leaves the sampled token to the others where it is not among the K; the paper does not, and
+    neither do we. A token of which no candidates are known has the binary divergence.
+    """
+    return _masked_by_distance(of, 0.5 * _over_outcomes(of, _variation))
+
+
+def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
+    """DPPO with the KL divergence over the likeliest tokens (arXiv 2602.04879, eq. 12 and 16): as
+    `dppo_tv_topk`, with
+
+        D = sum over a in A'' of q(a) log(q(a) / p(a))
+
+    The probability of all other tokens together is at least 1e-8; in the authors' code it is 1e-12, less
+    than float32 can tell from 0 beside 1.
+    """
+    return _masked_by_distance(of, _over_outcomes(of, _divergence))
+
+
+def _over_outcomes(of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K candidates, the
+    sampled token if it is not among them, and all others together."""
+    top = _top_tokens(of)
+    is_extra_N = ~top.is_sampled_NK.any(dim=1)
+    rollout_N = of.inputs.rollout_N
+    current_N = of.inputs.current_N.detach()
+    current_NK = top.current_NK.detach()
+
+    def others(logprobs_NK: Tensor, logprobs_N: Tensor) -> Tensor:
+        known_N = logprobs_NK.exp().sum(dim=1) + logprobs_N.exp() * is_extra_N
+        return (1.0 - known_N).clamp(min=_LEAST_PROBABILITY).log()
+
+    of_candidates_N = term(top.rollout_NK, current_NK).sum(dim=1)
+    of_sampled_N = term(rollout_N, current_N) * is_extra_N
+    of_others_N = term(others(top.rollout_NK, rollout_N), others(current_NK, current_N))
+    return of_candidates_N + of_sampled_N + of_others_N
+
+
+def _variation(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return (log_q.exp() - log_p.exp()).abs()
+
+
+def _divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return (log_q.exp() * (log_q - log_p)).masked_fill(log_q == -math.inf, 0.0)
+
+
+def simko(of: SurrogateInputs) -> TokenLosses:
+    """SimKO (arXiv 2510.14807, eq. 3 to 5): PPO's clip with other ratios where the policy is undecided.
+
+        A > 0:  r+ = (1 - alpha) r + alpha / K  sum over n of sg[r / r_n] r_n
+        A < 0:  r- = lambda r if the sampled token is the likeliest, else r
+
+    They act on the tokens whose entropy is above the quantile `simko_entropy_quantile` of their row; sg stops
+    the gradient. n are the K tokens that the policy which sampled held likeliest (`rollout_top_logprobs`),
+    r_n is their own ratio, alpha is `simko_alpha` and lambda `simko_top1_weight`. The value of r+ is r, and
+    its gradient is shared with the K tokens: sg[r / r_n] r_n has the gradient r grad log p_n, in which the
+    old log-prob of n cancels, so it is not computed. The entropy is that of the current policy. A token
+    without candidates keeps r.
+
+    The authors' code takes the K likeliest of the current policy, calls a rollout with reward 1 positive
+    instead of one with A > 0, and multiplies A by lambda instead of r, so that its clip is at r.
+    """
+    inputs = of.inputs
+    config = of.config
+    top = _top_tokens(of)
+    assert inputs.entropy_N is not None, "the step has the entropies"
+    undecided_N = _above_quantile(inputs.entropy_N.detach(), inputs.rows, config.simko_entropy_quantile)
+    is_token_NK = top.is_token_NK
+    own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
+    shared_NK = (own_NK - own_NK.detach()).exp() * is_token_NK  # 1, with the gradient of log p_n
+    num_N = is_token_NK.sum(dim=1)
+    shared_N = of.ratio_N.detach() * shared_NK.sum(dim=1) / num_N.clamp(min=1)
+    mixed_N = (1.0 - config.simko_alpha) * of.ratio_N + config.simko_alpha * shared_N
+    is_mixed_N = undecided_N & (of.advantages_N > 0) & (num_N > 0)
+    is_raised_N = undecided_N & (of.advantages_N < 0) & top.is_sampled_NK[:, 0]
+    ratio_N = mixed_N.where(is_mixed_N, of.ratio_N)
+    ratio_N = (config.simko_top1_weight * of.ratio_N).where(is_raised_N, ratio_N)
+    clipped = _clip(replace(of, ratio_N=ratio_N))
+    means = {**clipped.means, "simko_mixed_fraction": is_mixed_N, "simko_raised_fraction": is_raised_N}
+    return TokenLosses(losses_N=clipped.losses_N, means=means)
+
+
+def _above_quantile(values_N: Tensor, rows: Rows, quantile: float) -> Tensor:
+    """Whether a token's value is above the quantile of its row's values, interpolated between two of them."""
+    bound_R = values_N.new_empty(len(rows.tokens_R))
+    for row, values_T in enumerate(values_N.split(rows.tokens_R.long().tolist())):
+        bound_R[row] = values_T.quantile(quantile)
+    return values_N > rows.spread(bound_R)
+
+
+def _top_tokens(of: SurrogateInputs) -> TopTokens:
+    assert of.inputs.top is not None, "the objective's needs name them"
+    return of.inputs.top
+
+
 def vespo(of: SurrogateInputs) -> TokenLosses:
     """VESPO's soft weight of whole rows (arXiv 2602.10693, eq. 20): [N] -> [N].
 
@@ -274,9 +375,15 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": sapo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "dppo_tv_topk": dppo_tv_topk,
+    "dppo_kl_topk": dppo_kl_topk,
+    "simko": simko,
     "vespo": vespo,
     "policy_gradient": policy_gradient,
 }
+
+ON_TOP_TOKENS = ("dppo_tv_topk", "dppo_kl_topk", "simko")
+"""Those that read `LossInputs.top`."""
 
 
 def surrogate_function(name: str) -> Surrogate:

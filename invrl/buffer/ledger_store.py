@@ -104,7 +104,12 @@ class LedgerStore:
 
 def read_incarnations(path: Path) -> list[Incarnation]:
     """All incarnations of the run, oldest first."""
-    rows = connect(path).execute(
+    return incarnations_in(connect(path))
+
+
+def incarnations_in(db: sqlite3.Connection) -> list[Incarnation]:
+    """As `read_incarnations`, through a connection of the caller."""
+    rows = db.execute(
         "SELECT incarnation, parent, step, sequence, started_at FROM incarnations ORDER BY incarnation"
     )
     return [Incarnation(*row) for row in rows]
@@ -113,12 +118,22 @@ def read_incarnations(path: Path) -> list[Incarnation]:
 def read_ledger(path: Path) -> list[KeptEntry]:
     """All entries, in the order in which they were written. Raises RunStoreError if the parent of an
     incarnation is the incarnation itself or a later one."""
-    lost_from = _first_lost_sequences(read_incarnations(path))
-    sql = f"SELECT {', '.join(_COLUMNS)} FROM ledger ORDER BY incarnation, sequence"
-    return [_kept_entry(row, lost_from) for row in connect(path).execute(sql)]
+    return ledger_in(connect(path))
 
 
-def _first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
+def ledger_in(db: sqlite3.Connection, *, group_id: str | None = None) -> list[KeptEntry]:
+    """As `read_ledger`, through a connection of the caller. `group_id`: only the entries of this group."""
+    lost_from = first_lost_sequences(incarnations_in(db))
+    condition = ""
+    values: tuple[str, ...] = ()
+    if group_id is not None:
+        condition = "WHERE group_id=?"
+        values = (group_id,)
+    sql = f"SELECT {', '.join(_COLUMNS)} FROM ledger {condition} ORDER BY incarnation, sequence"
+    return [_kept_entry(row, lost_from) for row in db.execute(sql, values)]
+
+
+def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
     """By incarnation of the surviving lineage, the sequence number from which its entries are lost: infinity
     for the last incarnation, none of whose entries are lost. Walks from the last incarnation to its parent,
     and so on to the first. All entries of incarnations that are not on that path are lost."""
@@ -200,7 +215,7 @@ def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
 
 
 def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEntry:
-    """`row`: the values of `_COLUMNS`. `lost_from`: see `_first_lost_sequences`."""
+    """`row`: the values of `_COLUMNS`. `lost_from`: see `first_lost_sequences`."""
     values = dict(zip(_COLUMNS, row, strict=True))
     incarnation = values.pop("incarnation")
     written_at = values.pop("at")

@@ -35,7 +35,18 @@ from invrl.extra_columns import ExtraColumn
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
 from invrl.plugins import takes_keyword
 from invrl.routed_experts import RoutedExperts, unknown_expert
-from invrl.types import GrammarSpan, Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+from invrl.top_logprobs import TopLogprobs
+from invrl.types import (
+    SOLVED_NUMBER,
+    GrammarSpan,
+    Group,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    TrainBatch,
+    TrainSample,
+    Turn,
+)
 
 REWARDS_COLUMN = "rewards"
 """The column of a row's token rewards, where the trainer computes the advantages."""
@@ -92,6 +103,9 @@ def build_batch(
                 if summary.session_id in group.shaping:
                     numbers = {**sample.numbers, SHAPING_NUMBER: group.shaping[summary.session_id]}
                     sample = replace(sample, numbers=numbers)
+                if rules.solved_reward is not None:
+                    is_solved = summary.reward >= rules.solved_reward
+                    sample = replace(sample, numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)})
                 if rules.token_level:
                     sample = _with_token_rewards(sample, summary, row.branch.turns, use, rules)
                     advantages.append(np.zeros(len(sample.tokens_T)))
@@ -205,12 +219,14 @@ def _training_sample(
     logprobs: list[NDArray[np.float32]] = []
     versions: list[NDArray[np.int32]] = []
     grammars: list[GrammarSpan] = []
+    turn_spans: list[tuple[int, int]] = []
     turn_end = 0
     for turn in branch.row_turns:
         num_context = len(turn.context_ids_T)
         num_sampled = len(turn.sampled_ids_T)
         sampled_start = turn_end + num_context
         turn_end = sampled_start + num_sampled
+        turn_spans.append((sampled_start, turn_end))
         is_trained = turn.id in trained_ids
         if is_trained and turn.grammar:
             span = GrammarSpan(start=sampled_start, end=turn_end, grammar=turn.grammar)
@@ -239,8 +255,10 @@ def _training_sample(
         rollout_id=summary.session_id,
         attempt=summary.attempt,
         turn_ids=tuple(turn.id for turn in branch.row_turns),
+        turn_spans=tuple(turn_spans),
         grammars=tuple(grammars),
         experts_TLK=_experts(rollout, branch.row_turns),
+        top_logprobs=_top_logprobs(rollout, branch.row_turns, mask_T),
         columns=_extra_columns(rollout, branch.row_turns, mask_T, extra_columns),
         numbers=_extra_numbers(summary, extra_columns),
     )
@@ -304,6 +322,17 @@ def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
         predicting.append(experts_TLK)
     predicting.append(np.full((1, *sizes), unknown_expert(dtype), dtype))
     return np.concatenate(predicting)[1:]
+
+
+def _top_logprobs(rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]) -> TopLogprobs | None:
+    """The likeliest tokens in the place of each trained token of a row. None in turns without a record."""
+    if not any(turn.id in rollout.top_logprobs for turn in turns):
+        return None
+    parts: list[TopLogprobs] = []
+    for turn in turns:
+        parts.append(TopLogprobs.none(len(turn.context_ids_T), 0))
+        parts.append(rollout.top_logprobs.get(turn.id, TopLogprobs.none(len(turn.sampled_ids_T), 0)))
+    return TopLogprobs.joined(parts).where(mask_T)
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.run.config import nearest
+from invrl.run.name_suggestions import nearest
 from invrl.store.run_folder import RunFolder
 
 

@@ -56,6 +56,10 @@ COMMANDS = {
         "check_template",
         "test which conversations a model's chat template continues exactly",
     ),
+    "view": Command(
+        "view", "view", "show runs, their rollouts and tokens in a browser, or write pages of them"
+    ),
+    "watch": Command("watch", "watch", "show a run in the terminal while it goes on, or after it"),
     "samples": Command("samples", "samples", "show what the model said in a run: prompts, replies, rewards"),
     "ledger": Command("ledger", "ledger", "say what became of every rollout of a run"),
     "replay": Command("replay", "replay", "repeat one training step of a run, with every token's numbers"),

@@ -45,6 +45,40 @@ class GenerateEvent(msgspec.Struct):
     error: msgspec.Raw | None = None
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a scheduler is, or several of one engine together."""
+
+    running: int = msgspec.field(name="num_running_reqs", default=0)
+    waiting: int = msgspec.field(name="num_waiting_reqs", default=0)
+    kv_use: float = msgspec.field(name="token_usage", default=0.0)
+    """Share of the KV cache."""
+    cache_hit_rate: float = 0.0
+    """Of the last prompts. 0 as well where SGLang's own metrics are off, as is the next one."""
+    tokens_per_s: float = msgspec.field(name="gen_throughput", default=0.0)
+
+
+class _Loads(msgspec.Struct):
+    loads: list[EngineLoad]
+
+
+def decode_load(data: bytes) -> EngineLoad:
+    """Raises ServerError for an answer of another form."""
+    try:
+        loads = msgspec.json.decode(data, type=_Loads).loads
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ServerError(f"the engine's load cannot be read: {error}: {data[:200]!r}") from None
+    if len(loads) == 1:
+        return loads[0]
+    number = max(1, len(loads))
+    return EngineLoad(
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_use=sum(load.kv_use for load in loads) / number,
+        cache_hit_rate=sum(load.cache_hit_rate for load in loads) / number,
+        tokens_per_s=sum(load.tokens_per_s for load in loads),
+    )
+
+
 _DECODER = msgspec.json.Decoder(GenerateEvent)
 _DATA = b"data: "
 _DONE = b"data: [DONE]"

@@ -30,7 +30,14 @@ from invrl.engines.experts_by_label import EXPERTS_LABEL
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
 from invrl.engines.reply_route import REPLY_PATH
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
-from invrl.engines.sglang_answers import GenerateEvent, MetaInfo, decode_event, events_of
+from invrl.engines.sglang_answers import (
+    EngineLoad,
+    GenerateEvent,
+    MetaInfo,
+    decode_event,
+    decode_load,
+    events_of,
+)
 from invrl.engines.version_spans import VersionTracker
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.routed_experts import RoutedExperts
@@ -357,6 +364,11 @@ class SglangClient:
             await self._ask("/server_info", deadline_s=deadline_s)
             return True
         return False
+
+    async def load(self, *, deadline_s: float) -> EngineLoad:
+        """What the schedulers published last; no step of theirs waits for it. Raises ServerError,
+        DeadlineError."""
+        return decode_load(await self._ask("/v1/loads?include=core", deadline_s=deadline_s))
 
     async def generates(self, *, deadline_s: float) -> bool:
         """Whether the scheduler makes a token: it does not while paused, starting, or hung."""

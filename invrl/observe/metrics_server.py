@@ -7,10 +7,12 @@ nothing else; each answer has a deadline; it ends with the driver."""
 import logging
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PATH = "/metrics"
 _UPSTREAM_DEADLINE_S = 5.0
+_CHUNK_BYTES = 65536
 _CLIENT_DEADLINE_S = 10.0
 """A client that sends or reads nothing for so long is disconnected."""
 _MAX_SCRAPES = 8
@@ -109,17 +112,28 @@ class MetricsServer:
 def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[bytes]:
     try:
         with _OPENER.open(url, timeout=_UPSTREAM_DEADLINE_S) as answer:
-            body: bytes = answer.read()
+            body = _read(answer)
             content_type = answer.headers.get("Content-Type", _TEXT[1])
     except urllib.error.HTTPError as error:
         reason = f"{name} answered {error.code}"
         if error.code == HTTPStatus.NOT_FOUND and name != "router":
             reason += ": an engine shows its metrics with --sglang-enable-metrics"
         return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         return _refuse(start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}")
     start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
     return [body]
+
+
+def _read(answer: HTTPResponse) -> bytes:
+    """The whole body. Raises TimeoutError if it comes too slowly, also if it comes all the time."""
+    ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
+    chunks: list[bytes] = []
+    while chunk := answer.read1(_CHUNK_BYTES):
+        chunks.append(chunk)
+        if time.monotonic() > ends_at:
+            raise TimeoutError(f"more than {_UPSTREAM_DEADLINE_S:g} s")
+    return b"".join(chunks)
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -51,7 +51,7 @@ class PlainProgress(Sink):
         self._last_phase = name
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        text = _describe(values, self._failed)
+        text = describe_step(values, self._failed)
         print(f"[{self._seconds():6.1f} s] step {step}/{self._num_steps}: {text}", flush=True)
 
     def failures(self, failed: Mapping[str, int]) -> None:
@@ -91,10 +91,10 @@ class LiveProgress(Sink):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        return Group(self._bar, Text(_describe(self._values, self._failed)))
+        return Group(self._bar, Text(describe_step(self._values, self._failed)))
 
 
-def _describe(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
+def describe_step(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
     """The metrics of the screen, held-out accuracies, and failed rollouts since the start of the run."""
     parts: list[str] = []
     shown = SHOWN if "rollout/reward_mean" in values else SHOWN | SHOWN_WITHOUT_ROLLOUTS

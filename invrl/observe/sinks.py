@@ -23,6 +23,7 @@ from invrl.errors import DeadlineError
 from invrl.host.disk import write_atomically
 from invrl.host.printable import for_stdout
 from invrl.store.run_folder import RunFolder
+from invrl.store.timeline_file import TIMELINE_NAME, IncarnationStart, Sample, Span, TimelineWriter
 
 if TYPE_CHECKING:
     from invrl.run.config import Config, RunConfig
@@ -39,6 +40,12 @@ class Sink:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step is done, with these metric values. Step 0 holds the evaluation before training."""
 
+    def span(self, span: Span) -> None:
+        """A phase has ended."""
+
+    def sample(self, sample: Sample) -> None:
+        """How busy the processes are now."""
+
     def note(self, text: str) -> None:
         """A message for the person at the console."""
 
@@ -52,13 +59,15 @@ class Sink:
 
 
 class PhaseFile(Sink):
-    """The current phase for other programs, as a JSON file with pid, step and phase."""
+    """The current phase for other programs, as a JSON file with pid, step, phase and since when."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def phase(self, name: str, step: int) -> None:
-        write_atomically(self._path, json.dumps({"pid": os.getpid(), "step": step, "phase": name}))
+        since = round(time.time(), 3)
+        content = {"pid": os.getpid(), "step": step, "phase": name, "since": since}
+        write_atomically(self._path, json.dumps(content))
 
 
 class JsonlSink(Sink):
@@ -79,6 +88,25 @@ class JsonlSink(Sink):
 
     def close(self) -> None:
         self._file.close()
+
+
+class TimelineSink(Sink):
+    """`timeline.jsonl`, for a driver that goes on after step `done`."""
+
+    def __init__(self, run: Path, done: int) -> None:
+        restart = (run / TIMELINE_NAME).exists()
+        self._writer = TimelineWriter(run)
+        start = IncarnationStart(time=time.time(), pid=os.getpid(), step=done, restart=restart)
+        self._writer.write(start)
+
+    def span(self, span: Span) -> None:
+        self._writer.write(span)
+
+    def sample(self, sample: Sample) -> None:
+        self._writer.write(sample)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class TensorBoardSink(Sink):
@@ -225,6 +253,12 @@ class RunObserver(Sink):
     def failures(self, failed: Mapping[str, int]) -> None:
         self._call_each(lambda sink: sink.failures(failed))
 
+    def span(self, span: Span) -> None:
+        self._call_each(lambda sink: sink.span(span))
+
+    def sample(self, sample: Sample) -> None:
+        self._call_each(lambda sink: sink.sample(sample))
+
     def note(self, text: str) -> None:
         """Prints a message that stays on the screen. Texts of models and exceptions may be in it, so control
         characters are shown as escapes."""
@@ -258,7 +292,11 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
     for table, section in config.model_dump(mode="json").items():
         for key, value in section.items():
             parameters[f"{table}.{key}"] = value
-    sinks: list[Sink] = [PhaseFile(folder.phase_path), JsonlSink(folder.metrics_path)]
+    sinks: list[Sink] = [
+        PhaseFile(folder.phase_path),
+        JsonlSink(folder.metrics_path),
+        TimelineSink(folder.path, done),
+    ]
     if run.tensorboard:
         open_sink = partial(TensorBoardSink, folder.tensorboard_path, done)
         sinks.append(ThreadedSink("TensorBoardSink", open_sink))

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import COMMA_SEPARATED, Section
+from invrl.top_logprobs import MAX_TOP_LOGPROBS
 
 EvalMode = Literal["sampled", "greedy"]
 CurriculumScheme = Literal["none", "learnability", "thompson", "prioritized"]
@@ -63,6 +64,12 @@ class RolloutConfig(Section):
     rollout_max_attempts: PositiveInt = Field(3, description="attempts at each rollout of a group")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
     max_new_tokens: PositiveInt = Field(512, description="tokens that one turn may sample")
+    rollout_top_logprobs: NonNegativeInt = Field(
+        0,
+        le=MAX_TOP_LOGPROBS,
+        description="likeliest tokens that are recorded, with their log-probs, in the place of each token of "
+        "training rollouts (policy_loss dppo_tv_topk, dppo_kl_topk, simko); 0: none",
+    )
     eval_interval: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: only before and after"
     )

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.config import GROUP_RELATIVE
+from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
 from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
+from invrl.algorithms.surrogates import ON_TOP_TOKENS
 
 if TYPE_CHECKING:
     from invrl.run.config import Config
@@ -26,11 +27,26 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
     "aggregation": ("sft", *ON_ROLLOUTS),
+    "aggregation_constant": ("sft", *ON_ROLLOUTS),
     "kl_coef": ON_ROLLOUTS,
+    "kl_clamp": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
+    "ratio_level": ON_ROLLOUTS,
+    "eps_clip_low": ON_ROLLOUTS,
+    "eps_clip_high": ON_ROLLOUTS,
+    "dual_clip": ON_ROLLOUTS,
     "correction": ON_ROLLOUTS,
+    "correction_cap": ON_ROLLOUTS,
+    "correction_floor": ON_ROLLOUTS,
+    "rejection": ON_ROLLOUTS,
+    "entropy_coef": ON_ROLLOUTS,
+    "entropy_target": ON_ROLLOUTS,
+    "entropy_ceiling": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
     "advantage": ("rl",),
+    "advantage_eps": ("rl",),
+    "reward_deviation": ("rl",),
+    "solved_nll_coef": ("rl",),
 }
 """Settings of the algorithm, and the built-in objectives that read them."""
 
@@ -104,8 +120,9 @@ def _loss(config: Config) -> Contradictions:
         yield "algorithm.aggregation_constant", reason, "set it, to --max-new-tokens for example"
     surrogate = algorithm.policy_loss
     if algorithm.ratio_level != "token":
-        if surrogate in ("dppo_tv", "dppo_kl"):
-            reason = f"{surrogate} masks single tokens by their own probabilities"
+        if surrogate in ("dppo_tv", "dppo_kl", *ON_TOP_TOKENS):
+            verb = "changes the ratios of" if surrogate == "simko" else "masks"
+            reason = f"{surrogate} {verb} single tokens by their own probabilities"
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
@@ -122,6 +139,21 @@ def _loss(config: Config) -> Contradictions:
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
     yield from _bounds_of_corrections(config)
+
+
+def _top_logprobs(config: Config) -> Contradictions:
+    """An objective that reads the likeliest tokens, in a run that does not record them. (Rows that were
+    recorded earlier are checked when they are trained.)"""
+    algorithm = config.algorithm
+    if config.run.debug_train_only or config.run.debug_rollout_only:
+        return
+    if config.rollout.rollout_top_logprobs or not needs_of(algorithm).top_logprobs:
+        return
+    reader = f"the objective {algorithm.objective}"
+    if algorithm.policy_loss in ON_TOP_TOKENS:
+        reader = f"the policy loss {algorithm.policy_loss}"
+    reason = f"{reader} reads the likeliest tokens in the place of each sampled one, and none are recorded"
+    yield "rollout.rollout_top_logprobs", reason, "set --rollout-top-logprobs, to 20 for example (SimKO: 3)"
 
 
 def _bounds_of_corrections(config: Config) -> Contradictions:
@@ -149,6 +181,9 @@ def _bounds_of_corrections(config: Config) -> Contradictions:
 
 def _kl(config: Config) -> Contradictions:
     algorithm = config.algorithm
+    if algorithm.reference_reset_optimizer and not algorithm.reference_reset_steps:
+        reason = "reference_reset_steps is 0, so nothing is reset"
+        yield "algorithm.reference_reset_optimizer", reason, "set --reference-reset-steps, or leave it out"
     if not algorithm.kl_coef:
         if algorithm.kl_target:
             reason = "kl_coef is 0, and what is adapted by factors stays 0"
@@ -171,9 +206,31 @@ def _kl(config: Config) -> Contradictions:
             "mean over samples of the policy is 0"
         )
         yield "algorithm.kl_estimator", reason, "set --kl-in reward, or --kl-estimator k2, k3 or unbiased"
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
+    if algorithm.kl_in != "loss" and algorithm.kl_estimator == "unbiased":
         reason = "its importance weight is there for its gradient, and a reward has none"
         yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+    if algorithm.kl_in_rollout_rewards:
+        if algorithm.advantage not in LINEAR:
+            reason = (
+                "the KL is known after advantages were computed, and only those that are linear in rewards "
+                f"can be completed with it: {', '.join(LINEAR)}"
+            )
+            yield "algorithm.kl_in", reason, "set --kl-in reward, or --advantage rloo"
+        elif algorithm.advantage_whitening != "none":
+            reason = "advantages would be whitened without the KL, which is added after it"
+            yield "algorithm.advantage_whitening", reason, "leave it out, or set --kl-in reward"
+
+
+def _entropy(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if 0 < algorithm.entropy_ceiling <= algorithm.entropy_target:
+        reason = f"it is not above entropy_target = {algorithm.entropy_target:g}, the other end of the band"
+        yield "algorithm.entropy_ceiling", reason, "raise --entropy-ceiling or lower --entropy-target"
+    is_adapted = algorithm.entropy_target or algorithm.entropy_ceiling
+    default = type(algorithm).model_fields["entropy_coef_step"].default
+    if algorithm.entropy_coef_step != default and not is_adapted:
+        reason = "entropy_coef is not adapted: neither entropy_target nor entropy_ceiling is set"
+        yield "algorithm.entropy_coef_step", reason, "set one of them, or leave this out"
 
 
 def _objective(config: Config) -> Contradictions:
@@ -254,7 +311,13 @@ _OF_THE_CRITIC = {
         "vtrace_c_cap",
         "value_clip",
     ),
-    "train": ("critic_lr", "critic_lr_warmup_steps", "critic_clip_grad", "critic_warmup_steps"),
+    "train": (
+        "critic_lr",
+        "critic_lr_warmup_steps",
+        "critic_clip_grad",
+        "critic_warmup_steps",
+        "critic_data_parallel_size",
+    ),
     "model": ("critic_model_path",),
 }
 """Settings that act only where a critic is trained, by table."""
@@ -297,6 +360,6 @@ def _critic(config: Config) -> Contradictions:
         yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
-ON_DATA = (_reference, _critic, _loss, _kl, _objective, _teacher)
+ON_DATA = (_reference, _critic, _loss, _kl, _entropy, _objective, _teacher)
 """For a run on a file."""
-WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _kl, _objective, _teacher)
+WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _top_logprobs, _kl, _entropy, _objective, _teacher)

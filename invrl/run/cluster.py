@@ -23,7 +23,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -36,7 +36,7 @@ from invrl.engines.engine_server import count_gpus
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.actor import ActorHandle, ActorOptions, start_actor
+from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.environment_keys import take_engine_key, take_environment_key
 from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
@@ -52,10 +52,12 @@ from invrl.run.ray_session import start_ray
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
+from invrl.train.critic_actor import CriticActor
 from invrl.train.model_size import ComputeCost
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.train_actor import TrainActor
-from invrl.train.train_handle import TrainHandle
+from invrl.train.train_handle import CriticRanks, TrainHandle
 
 T = TypeVar("T")
 _GATEWAY_START_TIMEOUT_S = 120.0
@@ -171,6 +173,8 @@ def _gateway_settings(
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,
         "record_experts": config.train.records_experts,
+        # More than the vocabulary has would kill an engine.
+        "record_top_logprobs": min(config.rollout.rollout_top_logprobs, fleet.limits.vocab_size),
     }
     return GatewaySettings.model_validate(values)
 
@@ -265,42 +269,27 @@ def _weight_folder(config: Config, folder: RunFolder) -> Path:
 
 def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     """Creates one actor per rank; `TrainHandle.start` makes them join."""
-    store_key = random_key()
-    chat_template = _chat_template_override(config)
     options = ActorOptions(num_gpus=min(1, count_gpus()))
-    actors: list[ActorHandle[TrainActor]] = []
     layout = config.train.layout
-    for rank in range(layout.world_size):
-        settings = RankSettings(
-            rank=rank,
-            layout=layout,
-            master_addr="127.0.0.1",  # all ranks are on this machine so far
-            store_key=store_key,
-            model_path=str(config.model.folder),
-            reference_path=str(config.model.reference_folder),
-            teacher_path=str(config.model.teacher_folder or ""),
-            critic_path=str(config.model.critic_folder),
-            chat_template=chat_template,
-            train=config.train,
-            algorithm=config.algorithm,
-            weight_dtype=config.engine.engine_dtype,
-            transport=config.weight_sync.weight_transport,
-            arena_on_gpu=config.weight_sync.weight_arena_device == "cuda",
-            engine_ranks=config.engine.engine_tp_size,
-            weight_folder=str(_weight_folder(config, folder)),
-            weight_full_every=config.weight_sync.weight_full_every,
-            weight_host=config.weight_sync.weight_host,
-            broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
-            megatron=dict(config.megatron),
-            seed=config.run.seed,
-        )
-        actors.append(start_actor(f"trainer rank {rank}", TrainActor, options, settings))
+    actors = [
+        start_actor(f"trainer rank {settings.rank}", TrainActor, options, settings)
+        for settings in _rank_settings(config, folder, layout)
+    ]
+    critic = None
+    critic_layout = config.train.critic_layout
+    if critic_layout is not None:
+        critic_actors = [
+            start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
+            for settings in _rank_settings(config, folder, critic_layout)
+        ]
+        critic = CriticRanks(actors=critic_actors, layout=critic_layout)
     add_rows = None
     if needs_of(config.algorithm).mismatched_rows:
         add_rows = partial(with_mismatched_rows, max_tokens=config.train.max_row_tokens)
     return TrainHandle(
         actors,
         layout=layout,
+        critic=critic,
         num_minibatches=config.algorithm.num_minibatches,
         cost=ComputeCost.of_model(config.model.folder),
         add_rows=add_rows,
@@ -310,7 +299,35 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     )
 
 
-def _chat_template_override(config: Config) -> str:
+def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) -> list[RankSettings]:
+    """Of the ranks of one group, in their order."""
+    first = RankSettings(
+        rank=0,
+        layout=layout,
+        master_addr="127.0.0.1",  # all ranks are on this machine so far
+        store_key=random_key(),
+        model_path=str(config.model.folder),
+        reference_path=str(config.model.reference_folder),
+        teacher_path=str(config.model.teacher_folder or ""),
+        critic_path=str(config.model.critic_folder),
+        chat_template=chat_template_override(config),
+        train=config.train,
+        algorithm=config.algorithm,
+        weight_dtype=config.engine.engine_dtype,
+        transport=config.weight_sync.weight_transport,
+        arena_on_gpu=config.weight_sync.weight_arena_device == "cuda",
+        engine_ranks=config.engine.engine_tp_size,
+        weight_folder=str(_weight_folder(config, folder)),
+        weight_full_every=config.weight_sync.weight_full_every,
+        weight_host=config.weight_sync.weight_host,
+        broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
+        megatron=dict(config.megatron),
+        seed=config.run.seed,
+    )
+    return [replace(first, rank=rank) for rank in range(layout.world_size)]
+
+
+def chat_template_override(config: Config) -> str:
     """The chat template that the run uses instead of the model's own; "" if it uses the model's own."""
     if not config.gateway.chat_template_path:
         return ""

@@ -5,9 +5,8 @@ Values come from these sources, later ones win: defaults, the algorithm preset, 
 that says what to change; nothing has started by then. Imports without torch, ray, sglang or
 transformers."""
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -33,7 +32,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
-from invrl.run.name_suggestions import meant_setting, nearest_setting
+from invrl.run.name_suggestions import meant_setting, nearest, nearest_setting
 from invrl.section import Section
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
@@ -84,6 +83,11 @@ class RunConfig(Section):
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
     load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
+    sample_interval_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl; 0: none",
+    )
     progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
     log_samples: NonNegativeInt = Field(
         1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"
@@ -246,18 +250,6 @@ class Source:
 
     name: str
     tables: Tables
-
-
-def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
-    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
-    many for a list, `many`."""
-    valid = sorted(names)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]}?"
-    if len(valid) > 30:
-        return many
-    return f"use one of: {', '.join(valid)}"
 
 
 def read_toml(path: Path) -> Source:

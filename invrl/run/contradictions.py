@@ -214,6 +214,12 @@ def _batch(config: Config) -> Contradictions:
             f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
         )
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
+    copies_of_critic = config.train.critic_data_parallel_size
+    if groups * samples < copies_of_critic:
+        total = groups * samples
+        reason = f"a batch has {total} rollouts, fewer than the {copies_of_critic} copies of the critic"
+        fix = "lower --critic-data-parallel-size or raise --rollout-batch-size"
+        yield "train.critic_data_parallel_size", reason, fix
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"

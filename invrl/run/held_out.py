@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from invrl.host.disk import write_atomically
+from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -57,8 +58,8 @@ class HeldOutEvaluations:
 
     async def evaluate(self, step: int) -> Evaluation:
         """Evaluates after `step`, and writes the result into the metrics."""
-        self._observer.phase("evaluating", step)
-        evaluation = await self._rollouts.evaluate(step, watch=self._failures)
+        with observed_phase(self._observer, "evaluating", step):
+            evaluation = await self._rollouts.evaluate(step, watch=self._failures)
         self._note_failures(evaluation)
         self._observer.step(step, await asyncio.to_thread(evaluation.values))
         return evaluation

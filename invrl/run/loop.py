@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from invrl.errors import FilteredOutError
-from invrl.interfaces import Buffer, StepResult, Trainer
+from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
 from invrl.metrics import Metrics, resolve, timed
+from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import Sink
 from invrl.observe.step_metrics import (
     CHECKPOINT_PHASE,
@@ -40,6 +41,8 @@ Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
+Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
+"""Keeps what a step did with its tokens; returns a warning for the console, or "". It runs in a thread."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""
 
@@ -65,6 +68,7 @@ class Parts:
     score: Score | None = None
     evaluate: Evaluate | None = None
     show_samples: ShowSamples | None = None
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,10 @@ class _Phases:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        self.observer.phase(name, self.step)
-        with timed(self.seconds, name):
-            yield
+    def within(self, name: str) -> Iterator[dict[str, float]]:
+        """The block may fill in the seconds of the phase's parts."""
+        with observed_phase(self.observer, name, self.step) as parts, timed(self.seconds, name):
+            yield parts
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
@@ -118,8 +122,8 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.trained.tokens), "time/")
         if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
-            parts.observer.phase("evaluating", step)
-            values |= await parts.evaluate(WeightVersion(step))
+            with observed_phase(parts.observer, "evaluating", step):
+                values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
@@ -135,13 +139,20 @@ async def _learn(
     on. After the last step no more work is admitted. Returns metric values."""
     step = phases.step
     version = WeightVersion(step)
-    with phases.within("train"):
+    with phases.within("train") as train_parts:
         result = await learner.trainer.train(batch)
+        train_parts.update(result.seconds)
         for note in step_notes(step, result):
             parts.observer.note(note)
         await parts.buffer.trained(taken.batch_id)
-    with phases.within("sync"):
+    if parts.record is not None and result.token_records:
+        with phases.within("record"):
+            warning = await asyncio.to_thread(parts.record, step, batch, result.token_records)
+        if warning:
+            parts.observer.note(warning)
+    with phases.within("sync") as sync_parts:
         update = await learner.sync(version)
+        sync_parts.update(update.seconds)
         snapshot = None
         if last or learner.schedule.is_due(step):
             snapshot = await parts.buffer.snapshot(version)

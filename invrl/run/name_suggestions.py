@@ -18,6 +18,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     ),
     "lr": "learning_rate actor_lr step_size",
     "critic_lr": "value_lr lr_critic critic_learning_rate vf_lr",
+    "critic_data_parallel_size": "critic_num_gpus critic_num_gpus_per_node critic_ranks critic_dp_size",
     "critic_warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
     "critic_model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
     "value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
@@ -97,6 +98,18 @@ _OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in 
 _SHORTEST_WORD = 5
 """Letters of a word that counts: "max", "num" and "path" are part of too many names."""
 _MOST_SHOWN = 3
+
+
+def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
+    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
+    many for a list, `many`."""
+    valid = sorted(names)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(valid) > 30:
+        return many
+    return f"use one of: {', '.join(valid)}"
 
 
 def nearest_setting(name: str, names: Iterable[str]) -> str:

@@ -27,21 +27,24 @@ from invrl.host import interrupts
 from invrl.host.disk import write_atomically
 from invrl.interfaces import AdvantageFn
 from invrl.observe.console_samples import show_samples
+from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
 from invrl.observe.sinks import RunObserver, open_sinks
+from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import feedback_notes, label_notes
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
-from invrl.run.cluster import Cluster, start_cluster
+from invrl.run.cluster import Cluster, chat_template_override, start_cluster
 from invrl.run.config import Config
 from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import report_failures
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
+from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.served_metrics import ServedMetrics
@@ -56,6 +59,7 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import abandon_open_sessions
+from invrl.store.tokenizer_folder import copy_tokenizer
 from invrl.train.train_handle import TrainHandle
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
@@ -88,6 +92,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     _note_settings(config, folder, start, observer)
     if metrics.message:
         observer.note(metrics.message)
+    _keep_tokenizer(config, folder)
     try:
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
@@ -121,6 +126,15 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
     if not config.trains_alone:
         for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
+
+
+def _keep_tokenizer(config: Config, folder: RunFolder) -> None:
+    """Copies the tokenizer into the folder. An error is only logged: the run does not need the copy."""
+    try:
+        template = chat_template_override(config)
+        copy_tokenizer(config.model.folder, folder.tokenizer_path, chat_template=template)
+    except OSError:
+        logger.exception("the tokenizer cannot be copied")
 
 
 def _draw_report(folder: RunFolder) -> Path | None:
@@ -163,6 +177,7 @@ class _TrainingRun:
             stack.enter_context(self.metrics.of_serving(cluster.serving))
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
+            report_span(self.observer, "starting", 0, began=started_at)
             self.observer.note(f"everything is up after {time.monotonic() - started_at:.0f} s")
             self.observer.note(f"router: {cluster.serving.fleet.router.program}")
             self._note_where_rollouts_run(cluster)
@@ -216,8 +231,10 @@ class _TrainingRun:
     async def _train(self, cluster: Cluster, learner: Learner | None) -> int:
         """Evaluates, trains, evaluates again. Returns the last step made."""
         waits = report_waits(cluster.buffer, self.phase, self.observer, _deadlines(self.config))
+        interval_s = self.config.run.sample_interval_s
+        samples = sample_processes(cluster, self.folder, self.observer, interval_s)
         counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
-        async with _in_background(waits), _in_background(counts):
+        async with _in_background(waits), _in_background(samples), _in_background(counts):
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:
@@ -254,6 +271,7 @@ class _TrainingRun:
             learner=learner,
             evaluate=evaluate,
             show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
+            record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
         async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
@@ -277,7 +295,11 @@ class _TrainingRun:
             baseline=self.config.buffer.turn_reward_baseline,
             use=self.config.buffer.turn_reward_use,
             extra_columns=self.config.gateway.declared_columns.values(),
-            rules=credit_rules(self.config.algorithm, self.config.rollout.max_new_tokens),
+            rules=credit_rules(
+                self.config.algorithm,
+                self.config.rollout.max_new_tokens,
+                success_reward=self.config.buffer.success_reward,
+            ),
         )
         if not self.config.model.teacher_url:
             self._keep(step, batch)

@@ -14,6 +14,7 @@ from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
 from invrl.metrics import resolve, timed
+from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.run.checkpoint import keep_model
@@ -51,11 +52,13 @@ async def train_on_data(
     if is_finished(folder, start, num_steps=last_step):
         return
     check_unchanged(config, folder, first_step=start.step)
+    started_at = time.monotonic()
     observer.phase("starting", 0)
     folder.finished_path.unlink(missing_ok=True)
     async with start_trainer(config, folder) as trainer:
         if start.checkpoint is not None:
             await trainer.load_checkpoint(str(start.checkpoint.megatron))
+        report_span(observer, "starting", 0, began=started_at)
         run = _DataRun(config, folder, checkpoints, observer, start.step, data, last_step, trainer)
         try:
             training = first_to_fail(run.train(), checkpoints.watch())
@@ -126,10 +129,11 @@ class _DataRun:
 
     async def _train(self, step: int, step_data: StepData) -> dict[str, float]:
         """Makes one step. Returns its metric values."""
-        self.observer.phase("train", step)
-        if self.config.run.save_rollout_data:
-            save_batch(batch_path(self.folder.rollout_data_path, step), step_data.batch)
-        result = await self.trainer.train(step_data.batch)
+        with observed_phase(self.observer, "train", step) as parts:
+            if self.config.run.save_rollout_data:
+                save_batch(batch_path(self.folder.rollout_data_path, step), step_data.batch)
+            result = await self.trainer.train(step_data.batch)
+            parts.update(result.seconds)
         for note in step_notes(step, result):
             self.observer.note(note)
         order = self.data.order
@@ -143,9 +147,8 @@ class _DataRun:
 
     async def _save(self, step: int, schedule: SaveSchedule) -> float:
         """Saves a checkpoint. Returns the seconds that the run waited for it."""
-        self.observer.phase("checkpoint", step)
         seconds: dict[str, float] = {}
-        with timed(seconds, "save"):
+        with observed_phase(self.observer, "checkpoint", step), timed(seconds, "save"):
             if self.config.run.async_checkpoints:
                 await self.checkpoints.save_beside_training(self.trainer, step)
             else:
@@ -158,8 +161,8 @@ class _DataRun:
         return step == self.last_step or (interval > 0 and step % interval == 0)
 
     async def _evaluate(self, step: int, held_out: TrainBatch) -> Mapping[str, float]:
-        self.observer.phase("evaluating", step)
-        return resolve(await self.trainer.evaluate(held_out), "eval/")
+        with observed_phase(self.observer, "evaluating", step):
+            return resolve(await self.trainer.evaluate(held_out), "eval/")
 
     async def _loss_before(self, held_out: TrainBatch | None) -> float | None:
         """The held-out loss before step 1, measured once in a run: a later incarnation reads it back."""

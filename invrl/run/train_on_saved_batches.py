@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from invrl.algorithms.objectives import needs_of
 from invrl.errors import ConfigError
 from invrl.host import interrupts
 from invrl.observe.sinks import RunObserver
@@ -42,6 +43,7 @@ async def train_on_saved_batches(
                 batch = load_batch(batch_path(data, step))
                 _refuse_long_rows(batch, config)
                 _refuse_missing_columns(batch, config)
+                _refuse_missing_top_logprobs(batch, config)
                 result = await trainer.train(batch)
                 for note in step_notes(step, result):
                     observer.note(note)
@@ -87,3 +89,16 @@ def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
             )
             fix = "declare the columns of the run that saved them, or give batches of a run with this column"
             raise ConfigError("gateway.extra_columns", list(config.gateway.extra_columns), reason, fix)
+
+
+def _refuse_missing_top_logprobs(batch: TrainBatch, config: Config) -> None:
+    """Raises ConfigError where the objective reads the likeliest tokens and the batch has none."""
+    if not batch.samples or not needs_of(config.algorithm).top_logprobs:
+        return
+    if all(sample.top_logprobs is None for sample in batch.samples):
+        reason = (
+            f"it reads the likeliest tokens in the place of each trained one, and batch {batch.batch_id} of "
+            "the saved batches has none"
+        )
+        fix = "give batches of a run with --rollout-top-logprobs, or use another loss"
+        raise ConfigError("algorithm.policy_loss", config.algorithm.policy_loss, reason, fix)

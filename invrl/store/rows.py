@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from invrl.routed_experts import RoutedExperts
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -26,6 +27,8 @@ TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 """The columns of a turn, in the order of the fields of `Turn`."""
 EXPERTS_COLUMNS = "turn_id, bytes_each, layers, chosen, experts"
 """The columns of the experts that computed a turn's tokens."""
+TOP_COLUMNS = "turn_id, width, ids, logprobs"
+"""The columns of the likeliest tokens in the place of a turn's sampled ones."""
 _SESSION_FIELDS = (
     "id",
     "task_id",
@@ -105,6 +108,23 @@ def experts_from_row(row: Sequence[Any]) -> RoutedExperts:
     """`row`: the values of `EXPERTS_COLUMNS`."""
     _, bytes_each, layers, chosen, content = row
     return np.frombuffer(content, f"u{bytes_each}").reshape(-1, layers, chosen)
+
+
+def top_values(turn_id: str, top: TopLogprobs) -> tuple[object, ...]:
+    """The values of `TOP_COLUMNS`."""
+    width = top.ids_TK.shape[1]
+    ids_TK = np.ascontiguousarray(top.ids_TK, np.int32)
+    logprobs_TK = np.ascontiguousarray(top.logprobs_TK, np.float32)
+    return (turn_id, width, ids_TK.tobytes(), logprobs_TK.tobytes())
+
+
+def top_from_row(row: Sequence[Any]) -> TopLogprobs:
+    """`row`: the values of `TOP_COLUMNS`."""
+    _, width, ids, logprobs = row
+    return TopLogprobs(
+        ids_TK=np.frombuffer(ids, np.int32).reshape(-1, width),
+        logprobs_TK=np.frombuffer(logprobs, np.float32).reshape(-1, width),
+    )
 
 
 def opened_values(record: StoredSession) -> tuple[object, ...]:

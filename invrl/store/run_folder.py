@@ -18,6 +18,8 @@ from typing import Any
 from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
 from invrl.store.metrics_file import read_metrics
+from invrl.store.timeline_file import TIMELINE_NAME
+from invrl.store.tokenizer_folder import TOKENIZER_NAME
 
 CONFIG_NAME = "config.resolved.toml"
 LOCK_NAME = "run.lock"
@@ -56,7 +58,13 @@ class RunFolder:
     data_digests_path = Below("data.json")
     """Of a run on a file: the checksums of its files, by setting."""
     phase_path = Below("phase.json")
-    """What the driver does now, as JSON: pid, step, phase."""
+    """What the driver does now, as JSON: pid, step, phase, and since when (Unix seconds)."""
+    tokenizer_path = Below(TOKENIZER_NAME)
+    """The tokenizer's files (`store/tokenizer_folder.py`)."""
+    trained_tokens_path = Below("trained_tokens")
+    """Advantages and the trainer's log-probs, one file per step (`store/trained_tokens.py`)."""
+    timeline_path = Below(TIMELINE_NAME)
+    """What the driver did when, and how busy the processes were (`store/timeline_file.py`)."""
     finished_path = Below("finished")
     """Exists once the run is complete and holds its number of steps."""
     logs_path = Below("logs")

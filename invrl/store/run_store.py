@@ -5,6 +5,7 @@ processes, and so do the commands that show a run, and a gateway worker that tak
 predecessor. The tables are in `schema.py`."""
 
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +19,17 @@ from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     SESSION_COLUMNS,
+    TOP_COLUMNS,
     TURN_COLUMNS,
     StoredSession,
     experts_from_row,
     outcome_from_json,
     session_from_row,
+    top_from_row,
     turn_from_row,
 )
 from invrl.store.schema import connect
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -79,6 +83,10 @@ _TOKEN_NUMBERS = """
     SELECT turn_id, name, numbers FROM token_numbers
     WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
+_TOP_LOGPROBS = f"""
+    SELECT {TOP_COLUMNS} FROM top_logprobs
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+"""
 _SILENT_SESSIONS = """
     -- id and time of the last sign of each open session of a group, the most silent first
     SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0))
@@ -115,6 +123,25 @@ _SAMPLED_SO_FAR = """
 """
 
 
+_ENDED_TURNS = """
+    SELECT seq, finished_at - started_at, prompt_tokens, cached_tokens, LENGTH(sampled_ids)
+    FROM turns WHERE seq > ? ORDER BY seq
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedTurns:
+    """Turns that were recorded after another one."""
+
+    sequence: int
+    """Of the last of them; of the other one if there is none."""
+    seconds: tuple[float, ...]
+    """From the beginning to the end of each."""
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentSession:
     """An open session, and the seconds since its last turn, or since it was opened if it has none."""
@@ -139,7 +166,17 @@ class RunStore:
     """Reads only, from any process."""
 
     def __init__(self, path: Path) -> None:
-        self._db = connect(path)
+        self._use(connect(path))
+
+    @classmethod
+    def through(cls, db: sqlite3.Connection) -> "RunStore":
+        """A reader that uses a connection of the caller, who closes it."""
+        store = cls.__new__(cls)
+        store._use(db)
+        return store
+
+    def _use(self, db: sqlite3.Connection) -> None:
+        self._db = db
         self._db.execute("PRAGMA query_only=1")
         self._db.create_function("is_trainable", 3, is_trainable, deterministic=True)
 
@@ -159,6 +196,22 @@ class RunStore:
         """All turns of a session, in the order of their commits."""
         sql = f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id=? ORDER BY seq"
         return [turn_from_row(row) for row in self._db.execute(sql, (session_id,))]
+
+    def last_turn(self) -> int:
+        """The number of the turn that was recorded last; 0 without one."""
+        (sequence,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
+        return sequence
+
+    def ended_turns(self, after: int) -> EndedTurns:
+        """Times and lengths of the turns that were recorded after number `after`. No array is read."""
+        rows = self._db.execute(_ENDED_TURNS, (after,)).fetchall()
+        return EndedTurns(
+            sequence=max([after, *(row[0] for row in rows)]),
+            seconds=tuple(row[1] for row in rows),
+            prompt_tokens=sum(row[2] for row in rows),
+            cached_tokens=sum(row[3] for row in rows),
+            sampled_tokens=sum(row[4] for row in rows) // np.dtype(np.int32).itemsize,
+        )
 
     def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
         """The turns of a session, each with the messages and tools that `RunStoreWriter.add_turn` was given
@@ -206,6 +259,7 @@ class RunStore:
                 summary=summary,
                 routed_experts=self._routed_experts(family),
                 token_numbers=self._token_numbers(family),
+                top_logprobs=self._top_logprobs(family),
             )
             rollouts.append(with_tokens)
         return rollouts
@@ -221,6 +275,11 @@ class RunStore:
         for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(list(session_ids)),)):
             token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(content, np.float32)
         return token_numbers
+
+    def _top_logprobs(self, session_ids: Sequence[str]) -> dict[str, TopLogprobs]:
+        """By turn id, as far as they were recorded."""
+        rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(list(session_ids)),))
+        return {row[0]: top_from_row(row) for row in rows}
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as
@@ -255,6 +314,14 @@ class RunStore:
         column = "id" if isinstance(name, str) else "key_hash"
         sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (name,)).fetchone()
+        if row is None:
+            return None
+        return self._session(row)
+
+    def session(self, session_id: str) -> StoredSession | None:
+        """The session of this id, whatever its state."""
+        sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?"
+        row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
             return None
         return self._session(row)

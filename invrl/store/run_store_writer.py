@@ -26,13 +26,16 @@ from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     OPENED_COLUMNS,
+    TOP_COLUMNS,
     TURN_COLUMNS,
     StoredSession,
     experts_values,
     opened_values,
+    top_values,
     turn_values,
 )
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import FailedRollout, Outcome, Reward, Turn
 
 _encode = msgspec.json.encode
@@ -105,12 +108,18 @@ class RunStoreWriter:
         return self._submit(statements)
 
     def add_turn(
-        self, turn: Turn, messages: bytes, tools: bytes = b"[]", *, experts_TLK: RoutedExperts | None = None
+        self,
+        turn: Turn,
+        messages: bytes,
+        tools: bytes = b"[]",
+        *,
+        experts_TLK: RoutedExperts | None = None,
+        top: TopLogprobs | None = None,
     ) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply last. `tools`: JSON of
         the tools that its conversation was rendered with. Equal tools are stored once, in `tool_lists`, and
-        the turn's row has their digest: agents send the same 50 KB with every request. `experts_TLK`: as in
-        `Rollout.routed_experts`."""
+        the turn's row has their digest: agents send the same 50 KB with every request. `experts_TLK`
+        and `top`: as in `Rollout.routed_experts` and `Rollout.top_logprobs`."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -120,6 +129,9 @@ class RunStoreWriter:
         if experts_TLK is not None:
             add_experts = f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
             statements.append((add_experts, experts_values(turn.id, experts_TLK)))
+        if top is not None:
+            add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
+            statements.append((add_top, top_values(turn.id, top)))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:

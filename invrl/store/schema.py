@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS ledger (
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
 """
-_ADDED_TABLES = ("numbers", "token_numbers")
+ADDED_TABLES = ("numbers", "token_numbers", "top_logprobs")
 """Tables that earlier stores of this version do not have."""
 _ADDED = """
 CREATE TABLE IF NOT EXISTS numbers (  -- turn_id: '' for numbers of the rollout
@@ -62,6 +62,8 @@ CREATE TABLE IF NOT EXISTS numbers (  -- turn_id: '' for numbers of the rollout
   PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS token_numbers (
   turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name));
+CREATE TABLE IF NOT EXISTS top_logprobs (  -- int32 and float32, `width` for each sampled token
+  turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL);
 """
 
 
@@ -99,10 +101,10 @@ def connect(path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> 
 
 
 def _lacks_added_tables(db: sqlite3.Connection) -> bool:
-    marks = ",".join("?" * len(_ADDED_TABLES))
+    marks = ",".join("?" * len(ADDED_TABLES))
     sql = f"SELECT COUNT(*) FROM sqlite_master WHERE type='table' AND name IN ({marks})"
-    (num_tables,) = db.execute(sql, _ADDED_TABLES).fetchone()
-    return num_tables < len(_ADDED_TABLES)
+    (num_tables,) = db.execute(sql, ADDED_TABLES).fetchone()
+    return num_tables < len(ADDED_TABLES)
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> bool:

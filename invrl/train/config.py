@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -53,6 +54,11 @@ class TrainConfig(Section):
         description="ranks, among the tensor-, context- and data-parallel ones of a pipeline stage, that "
         "divide the experts of every layer and send each other their tokens",
     )
+    record_trained_tokens: bool = Field(
+        True,
+        description="write the advantages and the trainer's log-probs of each step's trained tokens to "
+        "RUN/trained_tokens",
+    )
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
@@ -82,6 +88,11 @@ class TrainConfig(Section):
         0,
         description="training batches at the beginning of a run in which the critic alone learns (advantage "
         "gae)",
+    )
+    critic_data_parallel_size: NonNegativeInt = Field(
+        0,
+        description="copies of the critic on ranks of their own, which divide a copy as the policy's do and "
+        "compute and train beside them; 0: the critic is on the policy's ranks (advantage gae)",
     )
     moe_router_bias_update_rate: NonNegativeFloat = Field(
         0.0,
@@ -144,6 +155,8 @@ class TrainConfig(Section):
     def check_model(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""
         self.layout.check(model)
+        if self.critic_layout is not None:
+            self.critic_layout.check(model)
         if self.routing_replay != "none" and model.experts is None:
             raise ConfigError(
                 "train.routing_replay",
@@ -180,3 +193,16 @@ class TrainConfig(Section):
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,
             expert=self.expert_model_parallel_size,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the policy, and of a critic that has ranks of its own."""
+        of_critic = self.critic_layout.world_size if self.critic_layout else 0
+        return self.layout.world_size + of_critic
+
+    @property
+    def critic_layout(self) -> ParallelLayout | None:
+        """Of the ranks that the critic has for itself; None: it has none."""
+        if not self.critic_data_parallel_size:
+            return None
+        return replace(self.layout, data=self.critic_data_parallel_size)

@@ -41,8 +41,8 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def gather_wanted(own_S: torch.Tensor, is_own_N: torch.Tensor) -> torch.Tensor:
-    """A number for each of the wanted tokens [N] on every rank, from those of the S tokens that each rank
-    predicts (`is_own_N`; every token has one rank).
+    """A number, or a row of them, for each of the wanted tokens [N] on every rank, from those of the S tokens
+    that each rank predicts (`is_own_N`; every token has one rank).
 
     Every rank computes the same loss from them, so the gradient of its own numbers is whole, and nothing is
     summed over ranks on the way back.
@@ -60,7 +60,7 @@ def _group() -> ProcessGroup:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_S: torch.Tensor, is_own_N: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        gathered_N = own_S.new_zeros(len(is_own_N))
+        gathered_N = own_S.new_zeros((len(is_own_N), *own_S.shape[1:]))
         gathered_N[is_own_N] = own_S
         all_reduce(gathered_N, group=group)
         ctx.save_for_backward(is_own_N)

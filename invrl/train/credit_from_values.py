@@ -60,7 +60,7 @@ def credit(
             rewards_T = token_rewards(sample)
             frozen = reference[at]
             if config.kl_in_token_rewards and frozen is not None:
-                kl_T = _divergence(sample, old[at][index], frozen[index], config)
+                kl_T = divergence(sample, old[at][index], frozen[index], config)
                 rewards_T = rewards_T - config.kl_coef * kl_T
                 kl += Mean(float(kl_T.sum()), int(sample.loss_mask_T.sum()))
             if values is None:
@@ -90,7 +90,7 @@ def token_rewards(sample: TrainSample) -> NDArray[np.float64]:
     return rewards_T
 
 
-def _divergence(
+def divergence(
     sample: TrainSample, old_T: NDArray[np.float32], frozen_T: NDArray[np.float32], config: AlgorithmConfig
 ) -> NDArray[np.float64]:
     """The estimate of KL(old || reference) per token, [T], between -kl_clamp and kl_clamp; 0 for tokens that

@@ -1,4 +1,5 @@
-"""The critic of one rank: a second model beside the policy, on the same ranks, with an optimizer of its own.
+"""The critic of one rank: a second model with an optimizer of its own, on the policy's ranks or on others
+(`critic_rank.py`).
 
 It computes the values of a batch before the batch's first optimizer step, and learns the returns in one
 optimizer step per mini-batch, in the micro-batches of the policy. Imported after `device.prepare()`.
@@ -20,10 +21,13 @@ from invrl.algorithms.value_loss import value_loss
 from invrl.metrics import Mean, Metric, merge
 from invrl.train import device
 from invrl.train.config import TrainConfig
-from invrl.train.critic_model import CriticModel
+from invrl.train.critic_model import CriticModel, build_critic, critic_shape
+from invrl.train.families.model_config import HuggingFaceConfig
+from invrl.train.megatron_args import MegatronOptions
 from invrl.train.micro_batch import MicroBatch
-from invrl.train.optimizer import apply_gradients
+from invrl.train.optimizer import apply_gradients, distribute, make_schedule
 from invrl.train.process_group import any_rank
+from invrl.train.rank_settings import RankSettings
 from invrl.train.schedule import Packed, SampleNumbers, forward_pass, run_schedule
 
 
@@ -137,6 +141,27 @@ class Critic:
             self.schedule.step(1)
         step_metrics = {"critic_grad_norm": Mean(grad_norm), "critic_lr": Mean(learning_rate)}
         return CriticStep(grad_norm=grad_norm, bad_losses=[], metrics=merge([*loss_metrics, step_metrics]))
+
+
+def make_critic(settings: RankSettings, config: HuggingFaceConfig, options: MegatronOptions) -> Critic:
+    """The critic over a rank's chunks of its own model, with their optimizer. `config`: of the policy."""
+    train = critic_settings(settings.train)
+    chunks = build_critic(
+        critic_shape(config),
+        settings.critic_path or settings.model_path,
+        getattr(torch, train.train_dtype),
+        settings.layout,
+        options.transformer,
+    )
+    distributed, optimizer = distribute(chunks, train, options)
+    return Critic(
+        chunks,
+        distributed,
+        optimizer,
+        make_schedule(optimizer, train),
+        value_clip=settings.algorithm.value_clip,
+        warmup_batches=train.critic_warmup_steps,
+    )
 
 
 def _work(micro_batch: MicroBatch, targets: Targets) -> _Work:

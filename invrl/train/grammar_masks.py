@@ -48,12 +48,16 @@ class GrammarMasks:
             allowed_N: tuple[bytes | None, ...] = ()
             if mask_by_position:
                 allowed_N = tuple(mask_by_position.get(position) for position in wanted_N.tolist())
+            candidates_NK = None
+            if sample.top_logprobs is not None:
+                candidates_NK = sample.top_logprobs.ids_TK[wanted_N]
             row = Row(
                 tokens_T=sample.tokens_T,
                 wanted_N=wanted_N,
                 temperature=sample.temperature,
                 allowed_N=allowed_N,
                 experts_TLK=replayed_experts(sample),
+                candidates_NK=candidates_NK,
             )
             rows.append(row)
         return rows

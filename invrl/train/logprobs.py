@@ -6,9 +6,10 @@ pass projects the block again. Some blocks are kept for it, at most half of them
 projecting again is a third more work. So memory does not grow with the vocabulary, apart from the weight
 and its gradient.
 
-A row of logits may predict several tokens, because rollouts that begin alike share it. Axes: U rows of
-logits, N tokens, V the vocabulary (or this rank's shard of it), H the hidden size, M rows of logits under a
-grammar, W the tokens of one block.
+A row of logits may predict several tokens, because rollouts that begin alike share it. A token may have K
+candidates, whose log-probs are wanted in its place: they cost a lookup each, in the same blocks. Axes: U rows
+of logits, N tokens, A all that is asked (the N tokens, then their candidates, N + N K), V the vocabulary (or
+this rank's shard of it), H the hidden size, M rows of logits under a grammar, W the tokens of one block.
 
 On CUDA the gradient is not the same to the last bit each time, unless torch's deterministic algorithms are
 on: the terms of tokens that share a row of logits are added (`index_add_`) in whatever order the GPU comes to
@@ -16,11 +17,13 @@ them. On CPU their order is fixed.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from invrl.top_logprobs import NO_TOKEN
 from invrl.train import device
 from invrl.train.logit_blocks import KEPT_BYTES
 from invrl.train.micro_batch import MicroBatch
@@ -40,9 +43,10 @@ def projected_logprobs(
     start: int = 0,
     group: ProcessGroup | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probs of the micro-batch's wanted tokens, and the entropies in nats of the distributions that they
-    were drawn from; float32 [N] each. Both have a gradient.
+    were drawn from, float32 [N] each; and the log-probs of their candidates [N, K], minus infinity where
+    there is none. All have a gradient. None: the micro-batch has no candidates.
 
     The logits are hidden_UH @ weight_VH.T in the dtype of both; what follows is computed in float32 (in
     float64 for float64). `softcap` c makes a logit x into c * tanh(x / c). Then logits are divided by the
@@ -55,20 +59,31 @@ def projected_logprobs(
     shard's part of a sum over the group, so the caller's `hidden_UH` must come from an operation whose
     backward pass adds these up.
     """
+    num_tokens = len(micro_batch.targets_N)
     wanted = _Wanted.of(micro_batch, hidden_UH, start=start, vocab_size=len(weight_VH), softcap=softcap)
-    return _ProjectedLogprobs.apply(hidden_UH, weight_VH, wanted, group)  # pyright: ignore[reportReturnType]
+    logprobs_A, entropy_N = cast(
+        tuple[torch.Tensor, torch.Tensor], _ProjectedLogprobs.apply(hidden_UH, weight_VH, wanted, group)
+    )
+    candidates_NK = micro_batch.candidates_NK
+    if candidates_NK is None:
+        return logprobs_A, entropy_N, None
+    is_none_NK = torch.from_numpy(candidates_NK == NO_TOKEN).to(logprobs_A.device)
+    top_NK = logprobs_A[num_tokens:].view(candidates_NK.shape).masked_fill(is_none_NK, -torch.inf)
+    return logprobs_A[:num_tokens].clone(), entropy_N, top_NK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    """What is asked of the logits, on their device. Tokens S are those of the N whose target is in this
-    shard, ascending by target."""
+    """What is asked of the logits, on their device. S are those of the A whose target is in this shard,
+    ascending by target."""
 
     temperature_U: torch.Tensor
-    row_N: torch.Tensor
-    """Row of logits that predicts each token."""
-    token_S: torch.Tensor
-    """Indices among the N tokens."""
+    row_A: torch.Tensor
+    """Row of logits that predicts each of them."""
+    num_tokens: int
+    """N."""
+    place_S: torch.Tensor
+    """Indices among the A."""
     row_S: torch.Tensor
     target_S: torch.Tensor
     """Targets, as indices into the shard."""
@@ -90,24 +105,32 @@ class _Wanted:
         softcap: float | None,
     ) -> "_Wanted":
         target = hidden_UH.device
-        targets_N = micro_batch.targets_N - start
-        order_N = targets_N.argsort(kind="stable")
-        first, last = targets_N[order_N].searchsorted((0, vocab_size)).tolist()
-        token_S = order_N[first:last]
+        row_N = micro_batch.projection_N
+        candidates_NK = micro_batch.candidates_NK
+        row_A = row_N
+        targets_A = micro_batch.targets_N
+        if candidates_NK is not None:
+            row_A = np.concatenate([row_N, row_N.repeat(candidates_NK.shape[1])])
+            targets_A = np.concatenate([targets_A, candidates_NK.reshape(-1)])
+        targets_A = targets_A - start  # NO_TOKEN is below every shard
+        order_A = targets_A.argsort(kind="stable")
+        first, last = targets_A[order_A].searchsorted((0, vocab_size)).tolist()
+        place_S = order_A[first:last]
         num_rows = max(1, len(hidden_UH))
         width = max(_MIN_BLOCK_TOKENS, device.logit_block_bytes() // (4 * num_rows))
         bounds = [*range(0, vocab_size, width), vocab_size]
-        token_bounds = targets_N[token_S].searchsorted(bounds).tolist()
+        token_bounds = targets_A[place_S].searchsorted(bounds).tolist()
         blocks: list[_Block] = []
         for index in range(len(bounds) - 1):
             vocabulary = slice(bounds[index], bounds[index + 1])
             blocks.append(_Block(vocabulary, slice(token_bounds[index], token_bounds[index + 1])))
         return _Wanted(
             temperature_U=torch.from_numpy(micro_batch.temperature_U).to(target, _work_dtype(hidden_UH)),
-            row_N=torch.from_numpy(micro_batch.projection_N).to(target),
-            token_S=torch.from_numpy(token_S).to(target),
-            row_S=torch.from_numpy(micro_batch.projection_N[token_S]).to(target),
-            target_S=torch.from_numpy(targets_N[token_S]).to(target),
+            row_A=torch.from_numpy(row_A).to(target),
+            num_tokens=len(row_N),
+            place_S=torch.from_numpy(place_S).to(target),
+            row_S=torch.from_numpy(row_A[place_S]).to(target),
+            target_S=torch.from_numpy(targets_A[place_S]).to(target),
             restricted_M=torch.from_numpy(micro_batch.restricted_M).to(target),
             allowed_MW=torch.from_numpy(micro_batch.allowed_MW).to(target),
             start=start,
@@ -117,7 +140,7 @@ class _Wanted:
         )
 
     def places(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column, in the block's logits, of each of the block's tokens."""
+        """Row and column, in the block's logits, of each target in the block."""
         return self.row_S[block.tokens], self.target_S[block.tokens] - block.vocabulary.start
 
     def capped(self, projected_UW: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
@@ -141,7 +164,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens of the shard that are projected at once, and which of the S wanted tokens are among them."""
+    """Tokens of the shard that are projected at once, and which of the S targets are among them."""
 
     vocabulary: slice
     tokens: slice
@@ -180,17 +203,17 @@ class _Softmax:
         self.exp_U = factor_U * self.exp_U
         self.max_U = max_U
 
-    def reduce(self, picked_N: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def reduce(self, picked_A: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """Makes this the softmax over the shards of all ranks; returns the picked logits, each from the rank
         that has it (on the others it is 0)."""
         max_U = self.max_U.clone()
         all_reduce(max_U, ReduceOp.MAX, group)
         self.count_from(max_U)
-        parts = (self.exp_U, self.weighted_U, picked_N)
+        parts = (self.exp_U, self.weighted_U, picked_A)
         summed = torch.cat(parts)
         all_reduce(summed, ReduceOp.SUM, group)
-        self.exp_U, self.weighted_U, picked_N = summed.split([len(part) for part in parts])
-        return picked_N
+        self.exp_U, self.weighted_U, picked_A = summed.split([len(part) for part in parts])
+        return picked_A
 
     def logsum(self) -> torch.Tensor:
         """Log of the sum of exp(logit)."""
@@ -211,7 +234,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         zeros_U = torch.zeros_like(wanted.temperature_U)
         softmax = _Softmax(max_U=zeros_U + _FLOOR, exp_U=zeros_U, weighted_U=zeros_U)
-        picked_N = zeros_U.new_zeros(len(wanted.row_N))
+        picked_A = zeros_U.new_zeros(len(wanted.row_A))
         num_kept = wanted.num_kept if any(ctx.needs_input_grad) else 0
         kept: list[torch.Tensor] = []
         for index, block in enumerate(wanted.blocks):
@@ -220,21 +243,21 @@ class _ProjectedLogprobs(torch.autograd.Function):
                 kept.append(projected_UW)
             logits_UW = wanted.capped(projected_UW, is_kept=index < num_kept)
             wanted.scale_and_restrict(logits_UW, block)
-            picked_N[wanted.token_S[block.tokens]] = logits_UW[wanted.places(block)]
+            picked_A[wanted.place_S[block.tokens]] = logits_UW[wanted.places(block)]
             softmax.add(logits_UW)
         if group is not None:
-            picked_N = softmax.reduce(picked_N, group)
+            picked_A = softmax.reduce(picked_A, group)
         logsum_U = softmax.logsum()
-        logprobs_N = picked_N - logsum_U[wanted.row_N]
+        logprobs_A = picked_A - logsum_U[wanted.row_A]
         entropy_U = softmax.entropy()
         ctx.save_for_backward(hidden_UH, weight_VH, logsum_U, entropy_U, *kept)
         ctx.wanted = wanted
         ctx.set_materialize_grads(False)  # most losses use the log-probs alone
-        return logprobs_N, entropy_U[wanted.row_N]
+        return logprobs_A, entropy_U[wanted.row_A[: wanted.num_tokens]]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """Of the tokens n of row u, with z = logits / temperature and p = softmax(z[u]), summed:
+        """Of what is asked n of row u, with z = logits / temperature and p = softmax(z[u]), summed:
 
         d logprob_n / d z[u] = onehot(target_n) - p
         d entropy_n / d z[u] = -p (log p + entropy_n)
@@ -242,16 +265,17 @@ class _ProjectedLogprobs(torch.autograd.Function):
         hidden_UH, weight_VH, logsum_U, entropy_U, *kept = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
         zeros_U = torch.zeros_like(logsum_U)
-        logprob_grad_N, entropy_grad_N = grads
-        if logprob_grad_N is None:
-            logprob_grad_N = zeros_U.new_zeros(len(wanted.row_N))
-        scale_N = logprob_grad_N / wanted.temperature_U[wanted.row_N]
-        scale_U = zeros_U.index_add(0, wanted.row_N, scale_N)
+        logprob_grad_A, entropy_grad_N = grads
+        if logprob_grad_A is None:
+            logprob_grad_A = zeros_U.new_zeros(len(wanted.row_A))
+        scale_A = logprob_grad_A / wanted.temperature_U[wanted.row_A]
+        scale_U = zeros_U.index_add(0, wanted.row_A, scale_A)
         entropy_scale_U = None
         if entropy_grad_N is not None:
-            entropy_scale_N = entropy_grad_N / wanted.temperature_U[wanted.row_N]
-            entropy_scale_U = zeros_U.index_add(0, wanted.row_N, entropy_scale_N)
-        scale_S = scale_N[wanted.token_S]
+            row_N = wanted.row_A[: wanted.num_tokens]
+            entropy_scale_N = entropy_grad_N / wanted.temperature_U[row_N]
+            entropy_scale_U = zeros_U.index_add(0, row_N, entropy_scale_N)
+        scale_S = scale_A[wanted.place_S]
         hidden_grad_UH = torch.zeros(hidden_UH.shape, dtype=logsum_U.dtype, device=logsum_U.device)
         weight_grad_VH = torch.empty_like(weight_VH)
         for index, block in enumerate(wanted.blocks):

@@ -69,6 +69,10 @@ class MemoryBudget:
     size: ModelSize
     frozen_models: int
     """The reference and the teacher, as far as the trainer computes them."""
+    reference_moves: bool
+    """Its weights are saved with a checkpoint."""
+    reference_is_averaged: bool
+    """It is kept in float32."""
     has_critic: bool
     """A second model of the same shape is trained, without a projection to the vocabulary."""
     served_dtype: str
@@ -85,6 +89,8 @@ class MemoryBudget:
         folder: Path,
         *,
         frozen_models: int,
+        reference_moves: bool = False,
+        reference_is_averaged: bool = False,
         has_critic: bool = False,
         served_dtype: str,
         megatron: Mapping[str, object],
@@ -98,6 +104,8 @@ class MemoryBudget:
             config=config,
             size=ModelSize.of(folder, config),
             frozen_models=frozen_models,
+            reference_moves=reference_moves,
+            reference_is_averaged=reference_is_averaged,
             has_critic=has_critic,
             served_dtype=served_dtype,
             file_item=largest_item(folder),
@@ -154,6 +162,8 @@ class MemoryBudget:
         copy = 0.0
         if self.copies_checkpoints and not self.on_cuda:
             copy = parameters * self._saved_bytes
+            if self.reference_moves:
+                copy += sum(self._divided(self._parameters(stage), self._layers(stage))) * self._kept_item
             if is_first:  # the policy, for Hugging Face
                 copy += self.size.total * self._item
         return MemoryEstimate(
@@ -177,7 +187,8 @@ class MemoryBudget:
         trained = self.size.total
         if self.has_critic:
             trained += sum(self._parameters_of_critic(stage) for stage in range(self.train.layout.pipeline))
-        return trained * float(self._saved_bytes) + self.size.total * self._item
+        of_reference = self.size.total * self._kept_item if self.reference_moves else 0
+        return trained * float(self._saved_bytes) + self.size.total * self._item + of_reference
 
     @property
     def _saved_bytes(self) -> int:
@@ -189,6 +200,11 @@ class MemoryBudget:
     def _item(self) -> int:
         """Bytes of a number in the dtype of the model."""
         return _ITEM_BYTES[self.train.train_dtype]
+
+    @property
+    def _kept_item(self) -> int:
+        """Bytes of a number of the reference, where it is kept as a whole."""
+        return 4 if self.reference_is_averaged else self._item
 
     def _parameters(self, stage: int) -> int:
         """Of a pipeline stage. The last one has a copy of a tied embedding."""
@@ -232,10 +248,12 @@ class MemoryBudget:
 
     def _reference(self, stage: int) -> "_Reference":
         """The weights of the frozen models, as `FrozenReference` keeps them. One of them is in a pass."""
+        if not self.frozen_models:
+            return _Reference(kept=0.0, in_pass=0.0)
         one = self._one_reference(stage)
-        return _Reference(
-            kept=self.frozen_models * one.kept, in_pass=one.in_pass if self.frozen_models else 0.0
-        )
+        # Of the reference and a teacher only the reference can be an average.
+        kept = self.frozen_models * one.kept + one.kept * (self._kept_item / self._item - 1)
+        return _Reference(kept=kept, in_pass=one.in_pass)
 
     def _one_reference(self, stage: int) -> "_Reference":
         layers = self._layers(stage)

@@ -30,6 +30,9 @@ class Row:
     lowest bit first; None means the whole vocabulary. Empty: the whole vocabulary for all of them."""
     experts_TLK: NDArray[np.int16] | None = None
     """The experts that each token is sent to, `UNKNOWN_EXPERT` where that is not known. None: of no token."""
+    candidates_NK: NDArray[np.int32] | None = None
+    """More tokens whose log-probs are wanted in the place of each wanted token; `NO_TOKEN` where there is
+    none. None: nowhere."""
 
     @property
     def num_computed(self) -> int:
@@ -101,6 +104,8 @@ class MicroBatch:
     experts_PLK: NDArray[np.int16] | None = None
     """The K experts that each token is sent to in each layer of the model, by an earlier pass's choice;
     `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
+    candidates_NK: NDArray[np.int64] | None = None
+    """As in `Row`, row by row."""
 
     @property
     def num_unrecorded(self) -> int:
@@ -150,6 +155,7 @@ class MicroBatch:
             allowed_MW=self.allowed_MW[is_kept_M],
             projection_N=number_U[self.projection_N[is_kept_N]],
             targets_N=self.targets_N[is_kept_N],
+            candidates_NK=None if self.candidates_NK is None else self.candidates_NK[is_kept_N],
             rows=tuple(rows),
         )
 

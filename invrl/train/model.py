@@ -69,8 +69,9 @@ class PolicyModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Log-probs and entropies of the wanted tokens, float32 [N] each; from a chunk that is not the last
-        the hidden states [Q, 1, hidden] of this rank's tokens, for Megatron's schedule to hand on."""
+        """Log-probs and entropies of the wanted tokens, float32 [N] each, and if they have candidates the
+        log-probs of these [N, K]; from a chunk that is not the last the hidden states [Q, 1, hidden] of this
+        rank's tokens, for Megatron's schedule to hand on."""
         share = own_share(micro_batch)
         hidden = self._decode(share)
         if not self.post_process:
@@ -98,7 +99,7 @@ class PolicyModel(GPTModel):
             return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
 
     def _outputs(self, hidden: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, ...]:
-        """Log-probs and entropies of the wanted tokens, float32 [N] each, from the last hidden states."""
+        """As `forward`, from the last hidden states."""
         target = device.device()
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
         # vocabulary.
@@ -108,7 +109,7 @@ class PolicyModel(GPTModel):
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
         weight_VH = self._projection_weight()
         group = cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-        logprobs_N, entropy_N = projected_logprobs(
+        outputs = projected_logprobs(
             hidden_UH,
             weight_VH,
             projections,
@@ -117,7 +118,7 @@ class PolicyModel(GPTModel):
             softcap=self.shape.logit_softcap,
         )
         is_own = torch.from_numpy(is_own_N).to(target)
-        return gather_wanted(logprobs_N, is_own), gather_wanted(entropy_N, is_own)
+        return tuple(gather_wanted(own, is_own) for own in outputs if own is not None)
 
     @contextmanager
     def _counted_experts(self, share: ContextShare) -> Iterator[None]:

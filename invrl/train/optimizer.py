@@ -123,3 +123,16 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
                 clip_grad_by_total_norm_fp32(parameters, max_norm, norm, use_decoupled_grad=False)
         optimizer.step_with_ready_grads()
     return norm
+
+
+def forget_moments(optimizer: ChainedOptimizer) -> None:
+    """Adam's moments and step counts as before its first step. Weights and learning rates stay."""
+    for part in optimizer.chained_optimizers:
+        adam = cast(torch.optim.Optimizer, part.optimizer)
+        for group in adam.param_groups:
+            if "step" in group:  # a fused optimizer counts here
+                group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+        for state in adam.state.values():
+            for tensor in state.values():
+                if torch.is_tensor(tensor):  # the moments, and torch's own step count
+                    tensor.zero_()

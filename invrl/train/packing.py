@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.top_logprobs import NO_TOKEN
 from invrl.train.bins import even_bins, fill_bins
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, UNKNOWN_EXPERT, AttentionBlock, MicroBatch, Row
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
@@ -174,6 +175,7 @@ class _Layout:
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
             rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
             experts_PLK=self._experts(),
+            candidates_NK=_candidates(rows),
         )
 
     def _ends(self) -> NDArray[np.int64]:
@@ -198,6 +200,21 @@ class _Layout:
             known_T = computed_TLK[:, 0, 0] != UNKNOWN_EXPERT
             experts_PLK[placed.places_T[known_T]] = computed_TLK[known_T]
         return experts_PLK
+
+
+def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
+    """Of all wanted tokens; `NO_TOKEN` for the tokens of rows without."""
+    widths = [row.candidates_NK.shape[1] for row in rows if row.candidates_NK is not None]
+    if not widths:
+        return None
+    candidates_NK = np.full((sum(len(row.wanted_N) for row in rows), max(widths)), NO_TOKEN, np.int64)
+    start = 0
+    for row in rows:
+        end = start + len(row.wanted_N)
+        if row.candidates_NK is not None:
+            candidates_NK[start:end, : row.candidates_NK.shape[1]] = row.candidates_NK
+        start = end
+    return candidates_NK
 
 
 def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np.int64]]:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import parallel_state
@@ -24,6 +24,8 @@ from invrl.host.rendezvous import (
 )
 from invrl.train import device
 from invrl.train.rank_settings import RankSettings
+
+Item = TypeVar("Item")
 
 
 def any_rank(flag: bool) -> bool:
@@ -62,12 +64,19 @@ def sums_of_replicas(values: Sequence[float]) -> list[float]:
     return summed.tolist()
 
 
+def gather_of_replicas(own: Item) -> list[Item]:
+    """The objects of all data-parallel ranks, in the order of the ranks, which call it together."""
+    group = cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
+    items: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(items, own, group=group)
+    return items
+
+
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:
     """The rows of all data-parallel ranks, in the order of the ranks, and where this rank's own begin. These
     ranks call it together."""
     group = cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
-    tables: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(tables, own, group=group)
+    tables = gather_of_replicas(own)
     before = tables[: group.rank()]
     return RowTable.joined(tables), sum(len(table.group_ids) for table in before)
 

@@ -37,6 +37,7 @@ from invrl.train.micro_batch import Row
 from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
+from invrl.train.values_of_shard import ValuesOfShard
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter, slot_hash
@@ -47,8 +48,8 @@ from invrl.weights.file_server import WeightFileServer
 if TYPE_CHECKING:
     from invrl.train.critic import Critic
     from invrl.train.model import PolicyModel
-    from invrl.train.step import TrainStep
-    from invrl.train.trainer_state import Saving
+    from invrl.train.saved_state import Saving
+    from invrl.train.step import Judged, Prepared, TrainStep
 
 
 class TrainRank:
@@ -80,11 +81,14 @@ class TrainRank:
         self._trained_specs = weight_specs(self._config, folder, self._train_dtype)
         self._served_specs = weight_specs(self._config, folder, self._served_dtype)
         self._masks = GrammarMasks(folder, self._config.vocab_size)
+        shares_critic = needs_of(settings.algorithm).values and train.critic_layout is None
         self._memory_budget = MemoryBudget.of(
             train,
             Path(folder),
             frozen_models=needs_of(settings.algorithm).reference + bool(settings.teacher_path),
-            has_critic=needs_of(settings.algorithm).values,
+            reference_moves=settings.algorithm.reference_moves,
+            reference_is_averaged=settings.algorithm.reference_ema > 0,
+            has_critic=shares_critic,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -92,40 +96,21 @@ class TrainRank:
         )
         self._largest_micro_batch = 0
         self._num_batches = 0
-        critic = self._build_critic(options) if needs_of(settings.algorithm).values else None
+        critic = None
+        if shares_critic:
+            from invrl.train.critic import make_critic
+
+            critic = make_critic(settings, self._config, options)
         self._step = self._build_step(chunks, critic, options)
         self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Saving | None = None
+        self._prepared: Prepared | None = None
+        self._judged: Judged | None = None
         self.model_written: Future[FileEntries] = Future()
         """Of the model that `copy_model` copied last."""
         self.state_written: Future[None] = Future()
         """Of the checkpoint that `copy_checkpoint` copied last."""
-
-    def _build_critic(self, options: MegatronOptions) -> "Critic":
-        """The critic over this rank's chunks of its own model, with their optimizer."""
-        from invrl.train.critic import Critic, critic_settings
-        from invrl.train.critic_model import build_critic, critic_shape
-        from invrl.train.optimizer import distribute, make_schedule
-
-        settings = self._settings
-        chunks = build_critic(
-            critic_shape(self._config),
-            settings.critic_path or settings.model_path,
-            self._train_dtype,
-            settings.layout,
-            options.transformer,
-        )
-        train = critic_settings(settings.train)
-        distributed, optimizer = distribute(chunks, train, options)
-        return Critic(
-            chunks,
-            distributed,
-            optimizer,
-            make_schedule(optimizer, train),
-            value_clip=settings.algorithm.value_clip,
-            warmup_batches=train.critic_warmup_steps,
-        )
 
     def _build_step(
         self, chunks: Sequence["PolicyModel"], critic: "Critic | None", options: MegatronOptions
@@ -182,7 +167,40 @@ class TrainRank:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
-        return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
+        return self._reported(result)
+
+    def prepare(self, shard: Shard) -> None:
+        """With a critic on ranks of its own, the first part of a batch; `judge` and `learn` follow. What is
+        computed stays on this rank."""
+        self._prepared = self._step.prepare(shard)
+
+    def judge(self, values: ValuesOfShard) -> ValuesOfShard:
+        """The second part: advantages from the critic's values, which stay on this rank, and the returns that
+        the critic is to learn."""
+        assert self._prepared is not None, "prepare comes first"
+        self._judged = self._step.judge(self._prepared, values)
+        return [list(targets.returns) for targets in self._judged.targets if targets is not None]
+
+    def learn(self, *, critic_learns_alone: bool) -> StepResult:
+        """The third part. As `train`."""
+        assert self._prepared is not None, "prepare comes first"
+        assert self._judged is not None, "judge comes first"
+        result = self._step.learn(self._prepared, self._judged, critic_learns_alone=critic_learns_alone)
+        self._prepared = None
+        self._judged = None
+        self._num_batches += 1
+        return self._reported(result)
+
+    def _reported(self, result: StepResult) -> StepResult:
+        """With the memory that was used. The tokens' records are those of the rank that answers for its
+        replica; the others have the same ones."""
+        layout = self._settings.layout
+        rank = self._settings.rank
+        token_records = result.token_records
+        if rank != layout.reporter(layout.coordinates(rank).data):
+            token_records = ()
+        metrics = {**result.metrics, **self._memory_metrics(result)}
+        return replace(result, metrics=metrics, token_records=token_records)
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
         """As `TrainStep.evaluate`."""

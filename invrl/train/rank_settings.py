@@ -7,10 +7,14 @@ from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import Scalar
 from invrl.train.parallel.layout import ParallelLayout
 
+CRITIC_FOLDER = "critic"
+"""Below the folder of a checkpoint: the state of a critic that has ranks of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """Settings of one rank; all ranks of a trainer differ only in `rank`."""
+    """Settings of one rank; all ranks of a trainer differ only in `rank`. Those of a critic that has ranks of
+    its own have another `layout` and `store_key`."""
 
     rank: int
     layout: ParallelLayout

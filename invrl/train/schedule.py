@@ -14,7 +14,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.config import TrainConfig
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.model_size import ComputeCost
+from invrl.train.packing import pack
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.process_group import largest_of_expert_ranks
 
 SampleNumbers = list[NDArray[np.float32]]
 """One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0 elsewhere."""
@@ -31,6 +36,24 @@ class Packed:
 def micro_batches_of(packed: Sequence[Packed]) -> list[MicroBatch]:
     """Of all parts, one after the other."""
     return [micro_batch for part in packed for micro_batch in part.micro_batches]
+
+
+def pack_rows(
+    rows: Sequence[Row], *, train: TrainConfig, layout: ParallelLayout, cost: ComputeCost
+) -> Packed:
+    """Micro-batches of the rows, as many as the ranks of the layout need to meet in each of them."""
+    micro_batches = pack(
+        rows, max_tokens=train.microbatch_tokens, share_prefixes=train.share_prefixes, cost=cost
+    )
+    number = len(micro_batches)
+    if layout.expert > 1:
+        # In each layer the ranks that divide its experts wait for each other's tokens.
+        number = int(largest_of_expert_ranks(number))
+    if layout.virtual_pipeline > 1:
+        # The interleaved schedule takes as many micro-batches at a time as there are stages.
+        number += -number % layout.pipeline
+    micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
+    return Packed(rows, micro_batches)
 
 
 def run_schedule(

@@ -15,7 +15,6 @@ objective that compares rows costs one more forward pass per mini-batch (`row_ta
 Imported after `device.prepare()`.
 """
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.adaptive import Coefficients
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives import (
     TEACHER_COLUMN,
     check_outputs,
@@ -45,28 +44,40 @@ from invrl.algorithms.objectives import (
 from invrl.algorithms.old_policy import STALENESS
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
-from invrl.interfaces import Objective, StepResult
+from invrl.interfaces import Objective, StepResult, TokenRecord
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
+from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.credit_from_values import credit
 from invrl.train.critic import Critic, Targets
 from invrl.train.expert_load import ExpertRouters
 from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.micro_batch import MicroBatch, Row
 from invrl.train.model_size import ComputeCost
-from invrl.train.optimizer import apply_gradients
-from invrl.train.packing import pack
+from invrl.train.nonfinite_steps import NonfiniteSteps
+from invrl.train.optimizer import apply_gradients, forget_moments
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.process_group import any_rank, gather_rows, largest_of_expert_ranks, means_of_ranks
+from invrl.train.process_group import any_rank, gather_rows, means_of_ranks
 from invrl.train.reference import FrozenReference
+from invrl.train.rollout_kl import with_rollout_kl
 from invrl.train.routing_replay import RoutingRecorder
-from invrl.train.schedule import Packed, SampleNumbers, forward_pass, micro_batches_of, run_schedule
+from invrl.train.schedule import (
+    Packed,
+    SampleNumbers,
+    forward_pass,
+    micro_batches_of,
+    pack_rows,
+    run_schedule,
+)
 from invrl.train.sharding import Shard
 from invrl.train.spanning_turns import sampled_after_update
 from invrl.types import TrainBatch
 
-logger = logging.getLogger(__name__)
+_WITHOUT_CANDIDATES = (
+    "the objective reads the likeliest tokens in the place of each trained one, and no row of the batch has "
+    "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +86,41 @@ class _LossWork:
 
     micro_batch: MicroBatch
     loss_inputs: "partial[LossInputs]"
-    """Lacks `current_N` and `entropy_N`."""
+    """Lacks `current_N`, `entropy_N` and `top`."""
+    top: "partial[TopTokens] | None"
+    """Lacks `current_NK`. None: the objective does not need them."""
+
+    def inputs(
+        self, current_N: torch.Tensor, entropy_N: torch.Tensor, current_NK: torch.Tensor | None = None
+    ) -> LossInputs:
+        """The model's outputs; `current_NK` None: the micro-batch has no candidates."""
+        top = None
+        if self.top is not None:
+            if current_NK is None:
+                current_NK = self.top.keywords["rollout_NK"]  # minus infinity, as under any policy
+            top = self.top(current_NK=current_NK)
+        return self.loss_inputs(current_N=current_N, entropy_N=entropy_N, top=top)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Judged:
+class Prepared:
+    """A batch before its first optimizer step, by mini-batch: what is computed of it without the critic."""
+
+    shard: Shard
+    packed: list[Packed]
+    reference: Sequence[SampleNumbers | None]
+    teacher: Sequence[SampleNumbers | None]
+    old: Sequence[SampleNumbers | None]
+    """Log-probs that the loss reads."""
+    before: Sequence[SampleNumbers]
+    """Log-probs that rewards and targets read; empty where they are not computed here."""
+    started: float
+    """`time.monotonic()`"""
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
     """A batch as the critic sees it."""
 
     shard: Shard
@@ -128,41 +169,80 @@ class TrainStep:
     """Losses of the mini-batch on this rank that are not finite."""
     _loss_seconds: float = field(default=0.0, init=False)
     """Spent on the losses of the mini-batch."""
-    _nonfinite_in_a_row: int = field(default=0, init=False)
-    """Steps since the last one that was finite."""
+    _current: list[torch.Tensor] = field(default_factory=list, init=False)
+    """The policy's log-probs [N] of each micro-batch of the mini-batch, if they are recorded."""
+    _nonfinite: NonfiniteSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.coefficients = Coefficients.of(self.algorithm)
         self._objective = objective_of(self.algorithm)
+        self._nonfinite = NonfiniteSteps(self.train.max_nonfinite_steps)
 
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch.
+
+        Raises TrainError where the objective reads the likeliest tokens and no row has them.
 
         A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no step: neither the weights
         nor Adam's moments nor the schedule change. Nor does one whose loss, on any rank, or whose gradient is
         not finite; its numbers are left out of the metrics. Raises TrainError at the last of
         `max_nonfinite_steps` of these in a row.
         """
-        start = time.monotonic()
+        prepared = self.prepare(shard)
+        values = None
+        if self.critic is not None and prepared.packed:
+            with _timed(prepared.seconds, "values"):
+                values = self.critic.values(prepared.packed)
+        judged = self.judge(prepared, values)
+        learns_alone = self.critic is not None and self.critic.learns_alone
+        return self.learn(prepared, judged, critic_learns_alone=learns_alone)
+
+    def prepare(self, shard: Shard) -> Prepared:
+        """The log-probs that the objective needs of a batch, before its first optimizer step."""
+        started = time.monotonic()
         seconds: dict[str, float] = {}
         self._objective = objective_of(self.coefficients.within(self.algorithm))
+        self._check_candidates(shard)
         with timed(seconds, "objective"):
             packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        reference_by_step = self._frozen_logprobs(self.reference, "reference", packed, seconds)
-        teacher_by_step = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
+        reference = self._frozen_logprobs(self.reference, "reference", packed, seconds)
+        teacher = self._frozen_logprobs(self.teacher, "teacher", packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
-        judged = self._judge(shard, packed, old_by_step, reference_by_step, seconds)
+        before: list[SampleNumbers] = []
+        algorithm = self.algorithm
+        if needs_of(algorithm).values or algorithm.token_level or algorithm.kl_in_rollout_rewards:
+            for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True):
+                if old is None:
+                    old = self._logprobs_before(mini_batch, part, seconds)
+                before.append(old)
+        return Prepared(
+            shard=shard,
+            packed=packed,
+            reference=reference,
+            teacher=teacher,
+            old=old_by_step,
+            before=before,
+            started=started,
+            seconds=seconds,
+        )
+
+    def learn(self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool) -> StepResult:
+        """The optimizer steps of `run`: of a critic on these ranks, and of the policy, which makes none where
+        the critic learns alone."""
+        seconds = prepared.seconds
+        packed = prepared.packed
         metrics: dict[str, Metric] = dict(judged.metrics)
         optimizer_steps = 0
         critic_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
+        token_records: list[TokenRecord | None] = []
         for mini_batch, packed_rows, old, reference, teacher, targets in zip(
             judged.shard,
             packed,
-            old_by_step,
-            reference_by_step,
-            teacher_by_step,
+            prepared.old,
+            prepared.reference,
+            prepared.teacher,
             judged.targets,
             strict=True,
         ):
@@ -172,13 +252,15 @@ class TrainStep:
                     critic_step = self.critic.step(packed_rows, targets)
                 if not math.isfinite(critic_step.grad_norm):
                     nonfinite_steps += 1
-                    self._count_nonfinite(mini_batch, critic_step.grad_norm, critic_step.bad_losses)
+                    token_records += [None] * len(mini_batch.samples)
+                    self._nonfinite.count(mini_batch, critic_step.grad_norm, critic_step.bad_losses)
                     continue
                 critic_steps += critic_step.grad_norm > 0.0
                 metrics = merge([metrics, critic_step.metrics])
-                if self.critic.learns_alone:
-                    self._nonfinite_in_a_row = 0
-                    continue
+            if critic_learns_alone:
+                token_records += [None] * len(mini_batch.samples)
+                self._nonfinite.end()
+                continue
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             with timed(seconds, "objective"):
                 work = self._loss_work(
@@ -186,11 +268,12 @@ class TrainStep:
                 )
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
             grad_norm, loss_metrics = self._update(work, seconds)
+            token_records += self._token_records(mini_batch, packed_rows, old)
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
-                self._count_nonfinite(mini_batch, grad_norm, self._bad_losses)
+                self._nonfinite.count(mini_batch, grad_norm, self._bad_losses)
                 continue
-            self._nonfinite_in_a_row = 0
+            self._nonfinite.end()
             if grad_norm > 0.0:
                 self.schedule.step(1)
                 optimizer_steps += 1
@@ -200,12 +283,12 @@ class TrainStep:
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
         metrics |= self._adapt(metrics)
-        self._move_reference(shard)
+        self._move_reference(prepared.shard)
         if self.critic is not None:
             self.critic.batches += 1
             metrics["critic_steps"] = Max(critic_steps)
         metrics |= self._routing_metrics(packed)
-        metrics |= _work_amounts(shard, packed, time.monotonic() - start)
+        metrics |= _work_amounts(prepared.shard, packed, time.monotonic() - prepared.started)
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
         metrics["skipped_steps"] = Max(skipped_steps)
@@ -215,7 +298,30 @@ class TrainStep:
             nonfinite_steps=nonfinite_steps,
             metrics=metrics,
             seconds=seconds,
+            token_records=tuple(token_records) if self.train.record_trained_tokens else (),
         )
+
+    def _token_records(
+        self, mini_batch: TrainBatch, packed: Packed, old: SampleNumbers | None
+    ) -> list[TokenRecord]:
+        """One for each sample of a mini-batch whose gradient was computed. None at all where nothing is to be
+        recorded, and on a pipeline stage that has no log-probs."""
+        if not self._current:
+            return []
+        logprobs = old
+        if logprobs is None:
+            logprobs = [np.zeros(len(row.tokens_T), np.float32) for row in packed.rows]
+            for micro_batch, current_N in zip(packed.micro_batches, self._current, strict=True):
+                micro_batch.place(current_N.float().cpu().numpy(), logprobs)
+        records: list[TokenRecord] = []
+        for sample, advantages_T, logprobs_T in zip(
+            mini_batch.samples, mini_batch.advantages, logprobs, strict=True
+        ):
+            is_trained_T = sample.loss_mask_T
+            records.append(
+                TokenRecord(advantages_N=advantages_T[is_trained_T], logprobs_N=logprobs_T[is_trained_T])
+            )
+        return records
 
     def _update(
         self, work: list[_LossWork], seconds: dict[str, float]
@@ -255,7 +361,7 @@ class TrainStep:
         acted: dict[str, Metric] = {}
         if algorithm.kl_target:
             acted["kl_coef"] = Max(before.kl)
-        if algorithm.entropy_target:
+        if algorithm.entropy_target or algorithm.entropy_ceiling:
             acted["entropy_coef"] = Max(before.within(algorithm).entropy_coef)
         if not acted:
             return {}
@@ -277,6 +383,8 @@ class TrainStep:
         interval = self.algorithm.reference_reset_steps
         if interval and (shard[0].version + 1) % interval == 0:
             self.reference.follow(1.0)
+            if self.algorithm.reference_reset_optimizer:
+                forget_moments(self.optimizer)
         if self.algorithm.reference_ema:
             self.reference.follow(1.0 - self.algorithm.reference_ema)
 
@@ -290,28 +398,12 @@ class TrainStep:
             self.expert_routers.balance(load)
         return load.metrics()
 
-    def _count_nonfinite(self, mini_batch: TrainBatch, grad_norm: float, bad_losses: Sequence[float]) -> None:
-        """Logs a step that was skipped, and raises TrainError if it was one too many."""
-        self._nonfinite_in_a_row += 1
-        if bad_losses:
-            found = f"a loss of {bad_losses[0]} on this rank"
-        elif math.isnan(grad_norm):
-            found = "a loss or a gradient that is NaN"
-        else:
-            found = "an infinite gradient"
-        num_steps = self._nonfinite_in_a_row
-        limit = self.train.max_nonfinite_steps
-        sentence = (
-            f"batch {mini_batch.batch_id} has {found}: no weight was changed "
-            f"({num_steps} of at most {limit} such steps in a row)"
-        )
-        logger.warning("%s", sentence)
-        if num_steps >= limit:
-            raise TrainError(
-                f"{sentence}. If the model has learned until here, lower --lr or set --clip-grad; if it "
-                "never has, look at the model folder and at a policy loss of your own; --max-nonfinite-steps "
-                "is the number that ends a run"
-            )
+    def _check_candidates(self, shard: Shard) -> None:
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        if not samples or not needs_of(self.algorithm).top_logprobs:
+            return
+        if all(sample.top_logprobs is None for sample in samples):
+            raise TrainError(_WITHOUT_CANDIDATES)
 
     def _pack(self, rows: Sequence[Row]) -> Packed:
         """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
@@ -319,21 +411,9 @@ class TrainStep:
             self.routing.check(rows)
         else:
             rows = [replace(row, experts_TLK=None) for row in rows]
-        micro_batches = pack(
-            rows,
-            max_tokens=self.train.microbatch_tokens,
-            share_prefixes=self.train.share_prefixes,
-            cost=self.cost,
-        )
-        number = len(micro_batches)
-        if self.layout.expert > 1:
-            # In each layer the ranks that divide its experts wait for each other's tokens.
-            number = int(largest_of_expert_ranks(number))
-        if self.layout.virtual_pipeline > 1:
-            # The interleaved schedule takes as many micro-batches at a time as there are stages.
-            number += -number % self.layout.pipeline
-        micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
-        return Packed(rows, micro_batches)
+        if not needs_of(self.algorithm).top_logprobs:
+            rows = [replace(row, candidates_NK=None) for row in rows]
+        return pack_rows(rows, train=self.train, layout=self.layout, cost=self.cost)
 
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
         """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
@@ -387,36 +467,36 @@ class TrainStep:
         with _timed(seconds, phase), frozen.in_place():
             return [*self._forward(unrouted)]
 
-    def _judge(
-        self,
-        shard: Shard,
-        packed: Sequence[Packed],
-        old_by_step: Sequence[SampleNumbers | None],
-        reference_by_step: Sequence[SampleNumbers | None],
-        seconds: dict[str, float],
-    ) -> _Judged:
-        """Advantages and the critic's targets, before the batch's first optimizer step. The batch stays as it
-        is where its advantages were computed when it was taken."""
+    def judge(self, prepared: Prepared, values: Sequence[SampleNumbers] | None) -> Judged:
+        """Advantages and the critic's targets, before the batch's first optimizer step. `values`: the
+        critic's, by mini-batch; None without a critic. The batch stays as it is where its advantages were
+        computed when it was taken."""
+        shard = prepared.shard
         no_targets = [None] * len(shard)
-        if (self.critic is None and not self.algorithm.token_level) or not packed:
-            return _Judged(shard=shard, targets=no_targets, metrics={})
-        values = None
-        if self.critic is not None:
-            with _timed(seconds, "values"):
-                values = self.critic.values(packed)
-        before = [
-            old if old is not None else self._logprobs_before(mini_batch, part, seconds)
-            for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True)
-        ]
-        with timed(seconds, "objective"):
-            judged = credit(shard, values, old=before, reference=reference_by_step, config=self.algorithm)
+        algorithm = self.algorithm
+        is_given = values is None and not algorithm.token_level and not algorithm.kl_in_rollout_rewards
+        if is_given or not prepared.packed:
+            return Judged(shard=shard, targets=no_targets, metrics={})
+        if algorithm.kl_in_rollout_rewards:
+            with timed(prepared.seconds, "objective"):
+                with_kl, metrics = with_rollout_kl(
+                    shard,
+                    old=prepared.before,
+                    reference=prepared.reference,
+                    config=self.coefficients.within(algorithm),
+                )
+            return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
+        with timed(prepared.seconds, "objective"):
+            judged = credit(
+                shard, values, old=prepared.before, reference=prepared.reference, config=self.algorithm
+            )
         if values is None:
-            return _Judged(shard=judged.shard, targets=no_targets, metrics=judged.metrics)
+            return Judged(shard=judged.shard, targets=no_targets, metrics=judged.metrics)
         targets = [
             Targets(old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens)
             for mini_batch, values_of_step, returns in zip(shard, values, judged.returns, strict=True)
         ]
-        return _Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
+        return Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
 
     def _logprobs_before(
         self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
@@ -424,7 +504,8 @@ class TrainStep:
         """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
         they are not recomputed, or where rewards and targets do not depend on them."""
         algorithm = self.algorithm
-        is_read = algorithm.kl_in_token_rewards or algorithm.value_targets == "vtrace"
+        with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
+        is_read = with_kl or algorithm.value_targets == "vtrace"
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with _timed(seconds, "old_logprobs"):
@@ -444,6 +525,7 @@ class TrainStep:
     ) -> list[_LossWork]:
         """One for each micro-batch."""
         with_staleness = self.algorithm.old_logprobs == "interpolated"
+        with_top = needs_of(self.algorithm).top_logprobs
         return [
             _loss_work(
                 mini_batch,
@@ -454,6 +536,7 @@ class TrainStep:
                 teacher=teacher,
                 targets=targets,
                 with_staleness=with_staleness,
+                with_top=with_top,
             )
             for micro_batch in packed.micro_batches
         ]
@@ -476,9 +559,19 @@ class TrainStep:
             table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
             coupled = coupling_of(self.algorithm.objective, self._objective)(table)
             for place, index in enumerate(indices, start=first):
+                self._check_names(coupled, numbers[index])
                 of_row = {name: float(values_M[place]) for name, values_M in coupled.items()}
                 numbers[index] = {**numbers[index], **of_row}
         return numbers
+
+    def _check_names(self, coupled: Mapping[str, object], given: Mapping[str, float]) -> None:
+        """Raises TrainError if the objective's numbers have the name of one that the row already has."""
+        taken = sorted(coupled.keys() & given.keys())
+        if taken:
+            raise TrainError(
+                f"the objective {self.algorithm.objective} gives rows the number {taken[0]!r}, which they "
+                "have already: name it otherwise in `couple`, or in --extra-columns"
+            )
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:
@@ -503,6 +596,7 @@ class TrainStep:
         Returns the metrics of each micro-batch.
         """
         self._bad_losses.clear()
+        self._current.clear()
         self._loss_seconds = 0.0
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -517,15 +611,16 @@ class TrainStep:
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):
             return output, None  # hidden states for the next chunk
-        logprobs_N, entropy_N = output
+        logprobs_N, *others = output
 
         def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
             if device.on_cuda():
                 torch.cuda.synchronize()  # the forward pass is not the loss's time
             started = time.monotonic()
-            inputs = item.loss_inputs(current_N=current_N, entropy_N=entropy_N)
-            outputs = self._objective(inputs)
+            if self.train.record_trained_tokens:
+                self._current.append(current_N.detach())
+            outputs = self._objective(item.inputs(current_N, *others))
             check_outputs(self.algorithm.objective, outputs)
             value = float(outputs.loss.detach())
             self._loss_seconds += time.monotonic() - started
@@ -541,10 +636,10 @@ class TrainStep:
         output = model(item.micro_batch)
         if isinstance(output, torch.Tensor):
             return output, None
-        logprobs_N, entropy_N = output
+        logprobs_N, *others = output
 
         def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
-            outputs = self._objective(item.loss_inputs(current_N=current_N, entropy_N=entropy_N))
+            outputs = self._objective(item.inputs(current_N, *others))
             return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
 
         return logprobs_N, measure
@@ -560,6 +655,7 @@ def _loss_work(
     teacher: SampleNumbers | None,
     targets: Targets | None,
     with_staleness: bool,
+    with_top: bool,
 ) -> _LossWork:
     """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
     samples = mini_batch.samples
@@ -610,7 +706,33 @@ def _loss_work(
         numbers=row_numbers,
         after_update_N=after_update_N,
     )
-    return _LossWork(micro_batch, loss_inputs)
+    top = _top_tokens(mini_batch, micro_batch) if with_top else None
+    return _LossWork(micro_batch, loss_inputs, top)
+
+
+def _top_tokens(mini_batch: TrainBatch, micro_batch: MicroBatch) -> "partial[TopTokens]":
+    """The candidates of the micro-batch's wanted tokens, without their current log-probs. K is 1 where no row
+    has candidates."""
+    candidates_NK = micro_batch.candidates_NK
+    if candidates_NK is None:
+        candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)
+    width = candidates_NK.shape[1]
+    rollout = [TopLogprobs.none(0, width)]
+    for index, wanted_N in micro_batch.rows:
+        top = mini_batch.samples[index].top_logprobs
+        if top is None:
+            rollout.append(TopLogprobs.none(len(wanted_N), width))
+        else:
+            rollout.append(top.at(wanted_N))
+    rollout_NK = TopLogprobs.joined(rollout).logprobs_TK[:, :width]
+    target = device.device()
+    ids_NK = torch.from_numpy(candidates_NK).to(target)
+    return partial(
+        TopTokens,
+        rollout_NK=torch.from_numpy(rollout_NK).to(target),
+        ids_NK=ids_NK,
+        is_sampled_NK=ids_NK == torch.from_numpy(micro_batch.targets_N).to(target)[:, None],
+    )
 
 
 def _common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:

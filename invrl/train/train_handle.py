@@ -2,12 +2,19 @@
 
 Invariant: a call ends on all ranks within its deadline (a failure up to 10 s later), or all ranks are killed.
 The ranks meet in collectives, so if one of them fails or dies the others would wait for it.
+
+A critic may have ranks of its own. They are numbered after the policy's, so that one rule holds for the life
+of all; they meet in a group of their own, and values and returns go through this process.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -19,29 +26,45 @@ from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
-from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.interfaces import StagedWeights, StepResult, TokenRecord, WeightLayout
 from invrl.metrics import Metric, merge
+from invrl.train.critic_actor import CriticActor
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.rank_actor import RankActor
+from invrl.train.rank_settings import CRITIC_FOLDER
 from invrl.train.sharding import Shard, shard_batch
 from invrl.train.train_actor import TrainActor
+from invrl.train.values_of_shard import CriticValues, in_order_of
 from invrl.types import TrainBatch, WeightVersion
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
+Argument = TypeVar("Argument")
+ActorT = TypeVar("ActorT", bound=RankActor[Any])
 
 _DEATH_S = 10.0
 """How long Ray may take to report a death. Ranks whose collective broke because of it report earlier."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticRanks:
+    """The ranks that a critic has for itself."""
+
+    actors: Sequence[ActorHandle[CriticActor]]
+    """In rank order."""
+    layout: ParallelLayout
+
+
 class TrainHandle:
-    """`actors`: one per rank, in rank order."""
+    """`actors`: one per rank of the policy, in rank order."""
 
     def __init__(
         self,
         actors: Sequence[ActorHandle[TrainActor]],
         *,
         layout: ParallelLayout,
+        critic: CriticRanks | None = None,
         num_minibatches: int,
         cost: ComputeCost = UNKNOWN_MODEL,
         add_rows: Callable[[TrainBatch], TrainBatch] | None = None,
@@ -52,6 +75,9 @@ class TrainHandle:
         """`add_rows`: what the objective adds to every batch that is trained or evaluated."""
         self._actors = list(actors)
         self._layout = layout
+        self._critic = critic
+        self._everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
+        """By number: the critic's ranks are numbered after the policy's."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
         self._cost = cost
@@ -59,48 +85,109 @@ class TrainHandle:
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._processes: Mapping[int, Pulse] = {}
-        """By rank, once it has started."""
+        """By number, once it has started."""
 
     async def start(self) -> None:
         """Returns once every rank has joined and holds the model. Raises ConfigError, TrainError,
         DeadlineError."""
         timeout_s = self._start_timeout_s
-        ports = await self._call([0], timeout_s, TrainActor.listen)
-        self._processes = await self._call(self._all_ranks, timeout_s, TrainActor.start, ports[0])
+        calls_to_listen = self._calls([0], timeout_s, TrainActor.listen)
+        calls_to_listen |= self._calls_of_critic([0], timeout_s, CriticActor.listen)
+        ports = await self._wait("listen", calls_to_listen, timeout_s)
+        calls = self._calls(self._all_ranks, timeout_s, TrainActor.start, ports[0])
+        if self._critic is not None:
+            port = ports[self._number_in_critic(0)]
+            calls |= self._calls_of_critic(self._critic_ranks, timeout_s, CriticActor.start, port)
+        self._processes = await self._wait("start", calls, timeout_s)
+
+    def local_pids(self) -> Mapping[str, int]:
+        """The processes of the ranks on this machine that have started, by name, such as "rank-0" and, of the
+        critic's own, "critic-0"."""
+        here = os.uname().nodename
+        pids: dict[str, int] = {}
+        for number, pulse in self._processes.items():
+            in_critic = number - self._number_in_critic(0)
+            name = f"rank-{number}" if in_critic < 0 else f"critic-{in_critic}"
+            if pulse.host == here:
+                pids[name] = pulse.pid
+        return pids
 
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
         answer, with the last lines of its log."""
-        watches = [asyncio.create_task(self._watch_rank(rank)) for rank in range(len(self._actors))]
+        watches = [asyncio.create_task(self._watch_rank(number)) for number in range(len(self._everyone))]
         try:
             await asyncio.gather(*watches)
         finally:
             for watch in watches:
                 watch.cancel()
 
-    async def _watch_rank(self, rank: int) -> None:
+    async def _watch_rank(self, number: int) -> None:
         try:
-            await self._actors[rank].watch(self._heartbeat_timeout_s)
+            await self._everyone[number].watch(self._heartbeat_timeout_s)
         except ServerError as error:
-            raise ServerError(f"{error}{last_lines(self._processes.get(rank))}") from error
+            raise ServerError(f"{error}{last_lines(self._processes.get(number))}") from error
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
+        given = batch
         if self._add_rows is not None:
             batch = self._add_rows(batch)
-        results = await self._call_with_shards(TrainActor.train, self._shards(batch))
-        phases = sorted({phase for result in results.values() for phase in result.seconds})
-        seconds = {
-            phase: max(result.seconds.get(phase, 0.0) for result in results.values()) for phase in phases
-        }
+        if self._critic is not None:
+            return await self._train_beside_critic(batch, self._critic, given)
+        shards = self._shards(batch)
+        results = await self._call_with_shards(TrainActor.train, shards)
         reported = self._reported(results)
-        return StepResult(
-            optimizer_steps=reported[0].optimizer_steps,
-            nonfinite_steps=reported[0].nonfinite_steps,
-            metrics=merge(result.metrics for result in reported),
-            seconds=seconds,
+        records = records_of_batch(given, shards, [result.token_records for result in reported])
+        return replace(_step_result(reported, results.values()), token_records=records)
+
+    async def _train_beside_critic(
+        self, batch: TrainBatch, critic: CriticRanks, given: TrainBatch
+    ) -> StepResult:
+        """The critic's ranks value the batch while the policy's compute its log-probs; the policy's compute
+        advantages and returns; then both learn at the same time. `given`: the batch without the rows that the
+        objective adds."""
+        ends = time.monotonic() + self._step_timeout_s
+        shards = self._shards(batch)
+        of_critic = shard_batch(batch, ranks=critic.layout.data, steps=self._num_minibatches, cost=self._cost)
+
+        def left_s() -> float:
+            return max(0.0, ends - time.monotonic())
+
+        timeout_s = left_s()
+        valuing = self._calls_by_replica(
+            critic.actors, critic.layout, timeout_s, CriticActor.values, of_critic
         )
+        preparing = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.prepare, shards)
+        calls: dict[int, Coroutine[Any, Any, Any]] = {**preparing, **self._numbered(valuing)}
+        answers = await self._wait("prepare", calls, timeout_s)
+        valued: list[CriticValues] = [
+            answers[self._number_in_critic(critic.layout.reporter(replica))]
+            for replica in range(critic.layout.data)
+        ]
+        values = in_order_of(shards, of_critic, [of_replica.values for of_replica in valued])
+
+        timeout_s = left_s()
+        judging = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.judge, values)
+        judged = await self._wait("judge", judging, timeout_s)
+        returns = in_order_of(of_critic, shards, self._reported(judged))
+
+        timeout_s = left_s()
+        learning = self._calls(
+            self._all_ranks, timeout_s, TrainActor.learn, critic_learns_alone=valued[0].learns_alone
+        )
+        learning |= self._numbered(
+            self._calls_by_replica(critic.actors, critic.layout, timeout_s, CriticActor.learn, returns)
+        )
+        results = await self._wait("learn", learning, timeout_s)
+        of_policy = self._reported(results)
+        reported = [
+            results[self._number_in_critic(critic.layout.reporter(replica))]
+            for replica in range(critic.layout.data)
+        ]
+        records = records_of_batch(given, shards, [result.token_records for result in of_policy])
+        return replace(_step_result([*of_policy, *reported], results.values()), token_records=records)
 
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
@@ -142,25 +229,34 @@ class TrainHandle:
         return answers[ranks[0]]
 
     async def save_checkpoint(self, path: str) -> FileEntries:
-        return _merged(await self._call_all(TrainActor.save_checkpoint, path))
+        """The critic's own ranks write after the policy's, into a folder below."""
+        entries = _merged(await self._call_all(TrainActor.save_checkpoint, path))
+        below = str(Path(path) / CRITIC_FOLDER)
+        of_critic = await self._call_critic(CriticActor.save_checkpoint, below)
+        return {**entries, **_below_critic(of_critic)}
 
     async def copy_model(self, path: str) -> None:
         await self._call_model_copy(TrainActor.copy_model, path)
 
     async def copy_checkpoint(self, path: str) -> None:
         await self._call_all(TrainActor.copy_checkpoint, path)
+        await self._call_critic(CriticActor.copy_checkpoint, str(Path(path) / CRITIC_FOLDER))
 
     async def model_written(self) -> FileEntries:
         return await self._call_first(TrainActor.model_written)
 
     async def checkpoint_written(self) -> None:
         await self._call_all(TrainActor.checkpoint_written)
+        await self._call_critic(CriticActor.checkpoint_written)
 
     async def finish_checkpoint(self) -> FileEntries:
-        return _merged(await self._call_all(TrainActor.finish_checkpoint))
+        entries = _merged(await self._call_all(TrainActor.finish_checkpoint))
+        of_critic = await self._call_critic(CriticActor.finish_checkpoint)
+        return {**entries, **_below_critic(of_critic)}
 
     async def load_checkpoint(self, path: str) -> None:
         await self._call_all(TrainActor.load_checkpoint, path)
+        await self._call_critic(CriticActor.load_checkpoint, path)
 
     async def batches_trained(self) -> int:
         """Batches trained since the start. Answered after the batch that is under way."""
@@ -171,7 +267,7 @@ class TrainHandle:
         return entries[self._layout.model_copy(0)[0]]
 
     def stop(self) -> None:
-        for actor in self._actors:
+        for actor in self._everyone:
             actor.kill()
 
     def _shards(self, batch: TrainBatch) -> list[Shard]:
@@ -185,6 +281,21 @@ class TrainHandle:
     @property
     def _all_ranks(self) -> Sequence[int]:
         return range(self._layout.world_size)
+
+    @property
+    def _critic_ranks(self) -> Sequence[int]:
+        """Within the critic. Nothing where it has no ranks of its own."""
+        return range(len(self._critic.actors)) if self._critic is not None else ()
+
+    def _number_in_critic(self, rank: int) -> int:
+        """The number of a rank of the critic among all."""
+        return len(self._actors) + rank
+
+    def _numbered(
+        self, calls: Mapping[int, Coroutine[Any, Any, Answer]]
+    ) -> dict[int, Coroutine[Any, Any, Answer]]:
+        """Calls of the critic's ranks, by their numbers among all."""
+        return {self._number_in_critic(rank): call for rank, call in calls.items()}
 
     async def _call_first(
         self,
@@ -218,13 +329,23 @@ class TrainHandle:
     async def _call_with_shards(
         self, method: Callable[[TrainActor, Shard], Awaitable[Answer]], shards: Sequence[Shard]
     ) -> dict[int, Answer]:
-        """Calls a method on every rank, with the shard of its replica."""
-        deadline_s = _call_deadline(self._step_timeout_s)
-        calls: dict[int, Coroutine[Any, Any, Answer]] = {}
-        for rank in self._all_ranks:
-            shard = shards[self._layout.coordinates(rank).data]
-            calls[rank] = self._actors[rank].call(method, deadline_s, shard)
-        return await self._wait(method.__name__, calls, self._step_timeout_s)
+        """Calls a method on every rank of the policy, with the shard of its replica."""
+        timeout_s = self._step_timeout_s
+        calls = self._calls_by_replica(self._actors, self._layout, timeout_s, method, shards)
+        return await self._wait(method.__name__, calls, timeout_s)
+
+    async def _call_critic(
+        self,
+        method: Callable[Concatenate[CriticActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> dict[int, Answer]:
+        """Calls a method on every rank of the critic's own, with the same arguments. Nothing without such."""
+        if self._critic is None:
+            return {}
+        timeout_s = self._step_timeout_s
+        calls = self._calls_of_critic(self._critic_ranks, timeout_s, method, *args, **kwargs)
+        return await self._wait(method.__name__, calls, timeout_s)
 
     async def _call(
         self,
@@ -234,16 +355,59 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on these ranks, with the same arguments. The answers are by rank."""
-        deadline_s = _call_deadline(timeout_s)
-        calls = {rank: self._actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
+        """Calls a method on these ranks of the policy, with the same arguments. The answers are by rank."""
+        calls = self._calls(ranks, timeout_s, method, *args, **kwargs)
         return await self._wait(method.__name__, calls, timeout_s)
+
+    def _calls(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        method: Callable[Concatenate[TrainActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> dict[int, Coroutine[Any, Any, Answer]]:
+        """Calls for `_wait`, of ranks of the policy."""
+        deadline_s = _call_deadline(timeout_s)
+        return {rank: self._actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
+
+    def _calls_of_critic(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        method: Callable[Concatenate[CriticActor, Parameters], Awaitable[Answer]],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> dict[int, Coroutine[Any, Any, Answer]]:
+        """Calls for `_wait`, of these ranks within the critic. Nothing where it has no ranks of its own."""
+        if self._critic is None:
+            return {}
+        deadline_s = _call_deadline(timeout_s)
+        actors = self._critic.actors
+        return self._numbered(
+            {rank: actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
+        )
+
+    def _calls_by_replica(
+        self,
+        actors: Sequence[ActorHandle[ActorT]],
+        layout: ParallelLayout,
+        timeout_s: float,
+        method: Callable[[ActorT, Argument], Awaitable[Answer]],
+        by_replica: Sequence[Argument],
+    ) -> dict[int, Coroutine[Any, Any, Answer]]:
+        """Calls of all these actors, by rank, with what their replica is to have."""
+        deadline_s = _call_deadline(timeout_s)
+        calls: dict[int, Coroutine[Any, Any, Answer]] = {}
+        for rank, actor in enumerate(actors):
+            calls[rank] = actor.call(method, deadline_s, by_replica[layout.coordinates(rank).data])
+        return calls
 
     async def _wait(
         self, method: str, calls: Mapping[int, Coroutine[Any, Any, Answer]], timeout_s: float
     ) -> dict[int, Answer]:
-        """The answers of all calls, by rank. If one fails, or not all end in time, kills all ranks and raises
-        the cause."""
+        """The answers of all calls, by number. If one fails, or not all end in time, kills all ranks and
+        raises the cause."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
             done, pending = await asyncio.wait(
@@ -260,9 +424,10 @@ class TrainHandle:
             if failures or unfinished:
                 self.stop()
             if failures:
-                rank = _first_cause(failures)
-                log = last_lines(self._processes.get(rank))
-                raise _train_error(failures[rank], rank, method, log) from failures[rank]
+                number = _first_cause(failures)
+                log = last_lines(self._processes.get(number))
+                name = self._everyone[number].name
+                raise _train_error(failures[number], name, method, log) from failures[number]
             if unfinished:
                 raise DeadlineError(
                     f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}", timeout_s
@@ -271,6 +436,42 @@ class TrainHandle:
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def records_of_batch(
+    batch: TrainBatch, shards: Sequence[Shard], records: Sequence[Sequence[TokenRecord | None]]
+) -> tuple[TokenRecord | None, ...]:
+    """The records in the order of the batch's samples. `records`: those of each replica, in the order of its
+    shard, or none at all."""
+    record_of: dict[int, TokenRecord | None] = {}
+    for shard, records_of_shard in zip(shards, records, strict=True):
+        if records_of_shard:
+            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+            for sample, record in zip(samples, records_of_shard, strict=True):
+                record_of[id(sample)] = record
+    if not record_of:
+        return ()
+    return tuple(record_of.get(id(sample)) for sample in batch.samples)
+
+
+def _step_result(reported: Sequence[StepResult], all_results: Iterable[StepResult]) -> StepResult:
+    """`reported`: one per replica, the policy's first. Seconds are those of the slowest rank."""
+    seconds: dict[str, float] = {}
+    for result in all_results:
+        for phase, spent in result.seconds.items():
+            seconds[phase] = max(spent, seconds.get(phase, 0.0))
+    return StepResult(
+        optimizer_steps=reported[0].optimizer_steps,
+        nonfinite_steps=max(result.nonfinite_steps for result in reported),
+        metrics=merge(result.metrics for result in reported),
+        seconds=dict(sorted(seconds.items())),
+    )
+
+
+def _below_critic(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
+    """The files of the critic's own ranks, below the checkpoint's folder."""
+    entries = _merged(entries_by_rank)
+    return {f"{CRITIC_FOLDER}/{path}": entry for path, entry in entries.items()}
 
 
 def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
@@ -306,13 +507,13 @@ def _first_cause(failures: dict[int, BaseException | None]) -> int:
     return min(failures)
 
 
-def _train_error(error: BaseException | None, rank: int, method: str, log: str) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that says what it was. `log`: what the
-    rank's process printed last."""
+def _train_error(error: BaseException | None, name: str, method: str, log: str) -> Exception:
+    """The rank's own error if it is an InvrlError, else a TrainError that says what it was. `name`: the
+    rank's; `log`: what its process printed last."""
     if isinstance(error, ActorDiedError):
-        killed = killed_for_memory(error.__cause__, f"trainer rank {rank}")
+        killed = killed_for_memory(error.__cause__, name)
         if killed:
             return TrainError(killed)
     elif isinstance(error, InvrlError):
         return error
-    return TrainError(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}{log}")
+    return TrainError(f"{name} failed in {method}: {type(error).__name__}: {error}{log}")

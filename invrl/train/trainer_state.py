@@ -1,37 +1,28 @@
 """The trainer's own state on disk: a Megatron distributed checkpoint of model, optimizer and schedule, and
 each rank's random state.
 
-A checkpoint that one layout of ranks wrote can be loaded by any other. What a run's
-whole checkpoint consists of is in `run/checkpoints.py`.
+What a run's whole checkpoint consists of is in `run/checkpoints.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.algorithms.adaptive import Coefficients
 from invrl.errors import TrainError
-from invrl.file_entry import FileEntries
-from invrl.store.checksummed_file import ChecksummedFile
-from invrl.train import device
-from invrl.train.adamw_steps import complete_states, note_step_of_zero
-from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
+from invrl.train.critic_state import CriticState, critic_folder
 from invrl.train.model import PolicyModel
 from invrl.train.reference import SAVED_PREFIX
+from invrl.train.saved_state import SavedState, Trained, load_random_state, sharding_metadata
 from invrl.train.step import TrainStep
 
 
-class TrainerState:
+class TrainerState(SavedState):
     """Saves and loads one rank's share of the model and its optimizer, and its random state."""
 
     def __init__(
@@ -44,65 +35,26 @@ class TrainerState:
         """`step`: has the coefficients, a reference that may move, and the critic, if there is one."""
         self._step = step
         self._moving_reference = step.reference if step.algorithm.reference_moves else None
-        self._policy = _Trained(chunks, optimizer, schedule)
-        critic = step.critic
-        self._critic = critic
-        self._of_critic = None
-        optimizers = list(optimizer.chained_optimizers)
-        if critic is not None:
-            self._of_critic = _Trained(critic.models, critic.optimizer, critic.schedule)
-            optimizers += critic.optimizer.chained_optimizers
-        self._late = LateTensors()
-        for part in optimizers:
-            if isinstance(part, DistributedOptimizer):
-                gather_late(part, self._late)
-
-    def save(self, path: str) -> FileEntries:
-        """Called on all ranks together. Returns the entries of the files that this rank has written. Raises
-        TrainError if the folder is not empty or cannot be written."""
-        saving = self._begin(path, copies=False)
-        saving.write()
-        torch.distributed.barrier()
-        return saving.finish()
-
-    def copy(self, path: str) -> "Saving":
-        """The same in three parts, of which the second may be done in another thread while training goes on:
-        `Saving.write`. A copy of all that this rank writes is in memory until then. Called on all ranks
-        together. Raises TrainError if the folder is not empty."""
-        return self._begin(path, copies=True)
-
-    def _begin(self, path: str, *, copies: bool) -> "Saving":
-        folder = Path(path)
-        if torch.distributed.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        if any(folder.iterdir()):
-            raise TrainError(f"{folder} is not empty: a checkpoint is not written over another")
-        torch.distributed.barrier()
-        self._late.clear()
-        state = self._sharded_state(is_loading=False)
-        tensors = TensorByTensor(self._late, copies=copies)
-        request = dist_checkpointing.save(state, str(folder), tensors, async_sharded_save=True)
-        assert request is not None
-        return Saving(folder, request, tensors, device.random_state())
+        self._policy = Trained(chunks, optimizer, schedule)
+        optimizers = [optimizer]
+        self._critic = None
+        if step.critic is not None:
+            self._critic = CriticState(step.critic)
+            optimizers.append(step.critic.optimizer)
+        super().__init__(optimizers)
 
     def load(self, path: str) -> None:
         """Called on all ranks together. Raises TrainError if there is no checkpoint."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
-        if self._critic is not None and "critic_batches" not in dist_checkpointing.load_common_state_dict(
-            path
-        ):
-            raise TrainError(
-                f"{path} holds no critic: the run that saved it had another advantage. Resume with that one, "
-                "or begin a new run with --model-path"
-            )
+        if self._critic is not None:
+            critic_folder(path)
         if self._moving_reference is not None and not _has_reference(path):
             raise TrainError(
                 f"{path} holds no reference: the run that saved it had one that does not move. Leave out "
                 "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
             )
-        sharded = self._sharded_state(is_loading=True)
+        sharded = self._of_policy(is_loading=True)
         of_reference: dict[str, dict[str, torch.Tensor]] = {}  # loading takes the parameters out of `sharded`
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
@@ -114,109 +66,23 @@ class TrainerState:
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
-        if self._critic is not None and self._of_critic is not None:
-            self._of_critic.load(state["critic"])
-            self._critic.batches = state["critic_batches"]
-        rng_file = _rng_file(Path(path))
-        if rng_file.exists():  # absent for a rank that the saving run did not have
-            device.set_random_state(torch.load(rng_file, weights_only=True))
+        if self._critic is not None:
+            self._critic.load(path)
+        load_random_state(path)
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        state = self._policy.sharded_state(metadata, is_loading=is_loading)
+        state = self._of_policy(is_loading=is_loading)
+        if self._critic is not None:
+            state |= self._critic.sharded(is_loading=is_loading)
+        return state
+
+    def _of_policy(self, *, is_loading: bool) -> dict[str, Any]:
+        state = self._policy.sharded_state(sharding_metadata(), is_loading=is_loading)
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
                 state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(state[name])
         state["coefficients"] = asdict(self._step.coefficients)
-        if self._critic is not None and self._of_critic is not None:
-            of_critic = self._of_critic.sharded_state(metadata, is_loading=is_loading)
-            add_prefix_for_sharding(of_critic, "critic.")
-            state |= {"critic": of_critic, "critic_batches": self._critic.batches}
         return state
-
-
-class _Trained:
-    """A model with its optimizer and schedule."""
-
-    def __init__(
-        self,
-        chunks: Sequence[PolicyModel],
-        optimizer: ChainedOptimizer,
-        schedule: OptimizerParamScheduler,
-    ) -> None:
-        self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
-        self._optimizer = optimizer
-        self._schedule = schedule
-
-    @property
-    def chunk_names(self) -> Sequence[str]:
-        """Their keys in `sharded_state`."""
-        return list(self._chunks)
-
-    def sharded_state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        model: dict[str, Any] = {
-            name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._chunks.items()
-        }
-        parts = self._optimizer.chained_optimizers
-        plain: list[int] = []
-        for place, part in enumerate(parts):
-            if isinstance(part.optimizer, torch.optim.AdamW) and not isinstance(part, DistributedOptimizer):
-                complete_states(part.optimizer)
-                plain.append(place)
-        optimizer: Any = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        for place in plain:
-            note_step_of_zero(optimizer if len(parts) == 1 else optimizer[place])
-        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """`state`: as `sharded_state` describes it, filled."""
-        for name, chunk in self._chunks.items():
-            chunk.load_state_dict(state[name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.num_steps = 0  # Megatron adds the saved number to it
-        self._schedule.load_state_dict(state["schedule"])
-
-
-class Saving:
-    """A checkpoint that is being written by this rank."""
-
-    def __init__(
-        self, folder: Path, request: AsyncRequest, tensors: TensorByTensor, random_state: object
-    ) -> None:
-        self._folder = folder
-        self._request = request
-        self._tensors = tensors
-        self._random_state = random_state
-
-    def write(self) -> None:
-        """Writes this rank's tensors. `finish` raises what fails here."""
-        assert self._request.async_fn is not None
-        self._request.async_fn(*self._request.async_fn_args)
-
-    def finish(self) -> FileEntries:
-        """Called on all ranks together, once all have written. Returns the entries of the files that this
-        rank has written. Raises TrainError if they could not be written."""
-        try:
-            for finish in self._request.finalize_fns:
-                finish()
-        except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
-            causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
-            raise TrainError(f"the checkpoint {self._folder} could not be written: {causes[0]}") from error
-        rng_file = _rng_file(self._folder)
-        rng_file.parent.mkdir(exist_ok=True)
-        with ChecksummedFile(rng_file) as file:
-            torch.save(self._random_state, cast(Any, file))
-        torch.distributed.barrier()
-        return {**self._tensors.written, rng_file.relative_to(self._folder).as_posix(): file.entry()}
-
-
-def _rng_file(folder: Path) -> Path:
-    return folder / "rng" / f"rank-{torch.distributed.get_rank()}.pt"
 
 
 def _has_reference(path: str) -> bool:

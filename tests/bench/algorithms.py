@@ -43,10 +43,12 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 """Flags of each, after those that all runs share. The teacher of distillation is the model that the run of
 grpo made."""
-_NOT_FLIPPED = ("ppo", "distillation")
-"""Their advantages are no function of a group's rewards, so no setting flips their sign."""
-_ADVANTAGE = {"rloo": "rloo"}
-"""The built-in advantage whose sign is flipped; grpo where none is named."""
+_FLIPS: dict[str, tuple[str, ...]] = {
+    "rloo": ("--advantage", f"{_FLIPPED}:rloo"),
+    "ppo": ("--policy-loss", f"{_FLIPPED}:clip"),
+    "distillation": ("--policy-loss", f"{_FLIPPED}:clip"),
+}
+"""Flags that flip the sign of every token's advantage. Those of grpo where none are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,18 @@ class Outcome:
         return self.high < 0 if self.flipped else self.low > 0
 
 
-def run(algorithm: str, shared: tuple[str, ...], root: Path, *, flipped: bool) -> Outcome:
-    """Raises RuntimeError for a run that fails or does not report its gain."""
+def run(
+    algorithm: str, shared: tuple[str, ...], root: Path, *, flipped: bool, teacher: Path | None = None
+) -> Outcome:
+    """`teacher`: of distillation; None: the model that the run of grpo made. Raises RuntimeError for a run
+    that fails or does not report its gain."""
     flags = (*shared, *ALGORITHMS[algorithm])
     if algorithm == "distillation":
-        [*_, teacher] = sorted((root / "grpo" / "checkpoints").glob("step-*"))
+        if teacher is None:
+            [*_, teacher] = sorted((root / "grpo" / "checkpoints").glob("step-*"))
         flags += ("--teacher-model-path", str(teacher))
     if flipped:
-        flags += ("--advantage", f"{_FLIPPED}:{_ADVANTAGE.get(algorithm, 'grpo')}")
+        flags += _FLIPS.get(algorithm, ("--advantage", f"{_FLIPPED}:grpo"))
     name = f"{algorithm}-flipped" if flipped else algorithm
     command = [sys.executable, "-m", "invrl.cli", "train", "--config", "quickstart", *flags]
     command += ["--run-root", str(root), "--run-name", name, "--progress", "plain", "--log-samples", "0"]
@@ -94,7 +100,10 @@ def main() -> int:
     parser.add_argument("--num-steps", type=int, default=8)
     parser.add_argument("--eval-tasks", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-flipped", action="store_true", help="without the negative controls")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--no-flipped", action="store_true", help="without the negative controls")
+    which.add_argument("--only-flipped", action="store_true", help="the negative controls alone")
+    parser.add_argument("--teacher-model-path", type=Path, help="of distillation; default: grpo's model")
     parser.add_argument("--out", type=Path, help="the result as JSON, added to what is there")
     options = parser.parse_args()
     shared = ("--model-path", options.model_path, "--num-steps", str(options.num_steps))
@@ -110,9 +119,13 @@ def main() -> int:
     all_right = True
     with tempfile.TemporaryDirectory(prefix="invrl-algorithms-") as root:
         for algorithm in options.algorithms:
-            controls = () if options.no_flipped or algorithm in _NOT_FLIPPED else (True,)
-            for flipped in (False, *controls):
-                outcome = run(algorithm, shared, Path(root), flipped=flipped)
+            signs = [True] if options.only_flipped else [False, True]
+            if options.no_flipped:
+                signs = [False]
+            for flipped in signs:
+                outcome = run(
+                    algorithm, shared, Path(root), flipped=flipped, teacher=options.teacher_model_path
+                )
                 all_right &= outcome.as_it_should
                 outcomes.append({**asdict(outcome), "as_it_should": outcome.as_it_should})
                 print(json.dumps(outcomes[-1]), flush=True)

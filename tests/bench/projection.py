@@ -59,10 +59,11 @@ def steps(arguments: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]
     weight_VH = torch.randn(arguments.vocabulary, arguments.hidden, generator=generator).to(dtype)
     weight_VH = weight_VH.mul_(0.05).requires_grad_()
 
-    def step(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def step(compute: Callable[..., tuple[torch.Tensor | None, ...]]) -> torch.Tensor:
         hidden_UH.grad = None
         weight_VH.grad = None
-        logprobs_N, _ = compute(hidden_UH, weight_VH, micro_batch)
+        logprobs_N, *_ = compute(hidden_UH, weight_VH, micro_batch)
+        assert logprobs_N is not None
         logprobs_N.sum().backward()
         return logprobs_N.detach()
 

@@ -178,6 +178,10 @@ class Trainer:
         results: list[StepResult] = self.call("train", self._by_rank(shards))
         return merge(results[self.layout.reporter(data)].metrics for data in range(self.layout.data))
 
+    def train_records(self, batch: TrainBatch, *, steps: int = 1) -> list[StepResult]:
+        """Trains the batch. What each rank returns, in rank order."""
+        return self.call("train", self._by_rank(shard_batch(batch, ranks=self.layout.data, steps=steps)))
+
     def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """Metrics merged over replicas."""
         shards = shard_batch(batch, ranks=self.layout.data, steps=1)
@@ -394,6 +398,15 @@ class RankProcess:
         reference = self._rank._step.reference
         exchanges = [reference._rest, *(exchange for _, exchange in reference._layers)]
         return sum(weight.nbytes for exchange in exchanges for weight in exchange._weights.values())
+
+    def largest_moment(self, _: None) -> float:
+        """Of Adam's, over all parameters of the policy."""
+        states = [
+            state
+            for part in self._rank._step.optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+        ]
+        return max(float(state[name].abs().max()) for state in states for name in ("exp_avg", "exp_avg_sq"))
 
     def forward_passes(self, shard: Shard) -> int:
         """Of the decoder in one training step."""

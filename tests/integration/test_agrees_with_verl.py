@@ -32,9 +32,9 @@ def verl() -> Path:
     return client_programs.python_beside_ours(ORACLES / "requirements.txt")
 
 
-def answers_of(verl: Path, calls: Calls, folder: Path) -> list[Any]:
+def answers_of(python: Path, calls: Calls, folder: Path, program: str = "call_verl.py") -> list[Any]:
     torch.save(calls, folder / "calls.pt")
-    command = [str(verl), str(ORACLES / "call_verl.py"), str(folder / "calls.pt"), str(folder / "answers.pt")]
+    command = [str(python), str(ORACLES / program), str(folder / "calls.pt"), str(folder / "answers.pt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "answers.pt", weights_only=False)
@@ -62,6 +62,8 @@ class Drawn:
             "current": (old_N + normal(0.3) + normal(0.2, len(LENGTHS))[row_N]).clamp(max=-1e-3),
             "rollout": (old_N + normal(0.5)).clamp(max=-1e-3),
             "advantages": normal(1.0, len(LENGTHS))[row_N],
+            "reference": (old_N + normal(0.3)).clamp(max=-1e-3),
+            "entropy": normal(1.0).abs(),
         }
         return Drawn(row_N=row_N, columns=columns)
 
@@ -81,7 +83,7 @@ class Drawn:
         num_rows = float(len(LENGTHS))
         inputs = LossInputs(
             current_N=current_N,
-            entropy_N=None,
+            entropy_N=self.columns["entropy"],
             rows=Rows.each_a_rollout(self.row_N),
             denominators=Denominators(
                 tokens=float(len(self.row_N)), rows=num_rows, rollouts=num_rows, groups=num_rows
@@ -89,7 +91,7 @@ class Drawn:
             old_N=self.columns["old"],
             rollout_N=self.columns["rollout"],
             advantages_N=self.columns["advantages"],
-            reference_N=None,
+            reference_N=self.columns["reference"],
         )
         outputs = policy_loss(inputs, config)
         outputs.loss.backward()

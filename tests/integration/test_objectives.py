@@ -193,3 +193,11 @@ def test_a_loss_that_cannot_be_trained_is_named(pool: RankPool, model: Path, nam
     with pytest.raises((PluginError, TrainError), match=reason):
         trainer.train(batch_with_numbers(0))
     assert all(np.array_equal(weight, start[key]) for key, weight in trainer.weights().items())
+
+
+def test_a_number_of_the_user_is_not_replaced(pool: RankPool, model: Path) -> None:
+    """`couple` returns a number of a name that the rows have."""
+    algorithm = AlgorithmConfig(objective="user_objectives:one_name_twice")
+    trainer = pool.build(model, train=EXACT, algorithm=algorithm)
+    with pytest.raises(TrainError, match="the number 'score', which they have already"):
+        trainer.train(batch_with_numbers(0))

@@ -236,3 +236,68 @@ def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path
     assert kept["cpu"] == pytest.approx(float32_bytes, rel=0.01)
     assert kept["cpu_by_layer"] == pytest.approx(float32_bytes / 2, rel=0.01)
     assert divergence["cpu"] == divergence["cpu_by_layer"] > 0
+
+
+def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
+    """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
+    algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})
+    weights: dict[bool, list[dict[str, np.ndarray]]] = {}
+    for resets in (True, False):
+        update = {"reference_reset_optimizer": resets}
+        trainer = pool.build(policy, train=settings(), algorithm=algorithm.model_copy(update=update))
+        weights[resets] = [trainer.weights()]
+        for batch in BATCHES[:2]:
+            trainer.train(batch)
+            weights[resets].append(trainer.weights())
+        [moments] = trainer.each("largest_moment")
+        assert (moments == 0.0) == resets
+    _, after_first, after_second = weights[True]
+    largest: list[float] = []
+    for name, first in after_first.items():
+        assert np.array_equal(first, weights[False][1][name]), "the reset comes after the batch's step"
+        largest.append(float(np.abs(after_second[name] - first).max()))
+        assert (after_second[name] != weights[False][2][name]).any()
+    # Adam's first step moves no weight further than the learning rate (and its decay, which is 0 here).
+    assert max(largest) <= settings().lr * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(data=2)], ids=["one", "dp2"])
+def test_the_kl_of_whole_rollouts_is_in_the_rewards_that_are_compared(
+    pool: RankPool, policy: Path, other: Path, layout: ParallelLayout
+) -> None:
+    """RLOO: in both mini-batches the advantages are those of r - kl_coef KL, by the formula in float64. A
+    group's rollouts are on both ranks, and some have two rows."""
+    coef = 0.1
+    algorithm = AlgorithmConfig(
+        advantage="rloo", kl_coef=coef, kl_estimator="k1", kl_in="rollout_reward", kl_clamp=0.0
+    )
+    trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm, reference=other)
+    metrics = resolve(trainer.train(BATCH, steps=2))
+    initial = Reference(policy)
+    old = initial.frozen_logprobs(BATCH.samples)
+    reference = Reference(other).frozen_logprobs(BATCH.samples)
+    kl: dict[str, dict[str, float]] = {}
+    for sample, old_N, reference_N in zip(BATCH.samples, old, reference, strict=True):
+        if sample.loss_mask_T.any():
+            of_group = kl.setdefault(sample.group_id, {})
+            of_row = float((old_N - reference_N).sum())
+            of_group[sample.rollout_id] = of_group.get(sample.rollout_id, 0.0) + of_row
+    advantages = []
+    for sample, given_T in zip(BATCH.samples, BATCH.advantages, strict=True):
+        of_group = kl.get(sample.group_id, {})
+        added = 0.0
+        if sample.rollout_id in of_group and len(of_group) > 1:
+            others = [value for name, value in of_group.items() if name != sample.rollout_id]
+            added = -coef * (of_group[sample.rollout_id] - sum(others) / len(others))
+        advantages.append((given_T + added * sample.loss_mask_T).astype(np.float32))
+    with_kl = replace(BATCH, advantages=tuple(advantages))
+    tokens = sum(int(sample.loss_mask_T.sum()) for sample in BATCH.samples)
+    assert metrics["kl_in_reward"] == pytest.approx(sum(sum(of.values()) for of in kl.values()) / tokens)
+    plain = AlgorithmConfig()
+    steps = trainer.steps()
+    for index, (mini_batch, step) in enumerate(zip(mini_batches(with_kl, 2), steps, strict=True)):
+        current = initial if index == 0 else Reference(policy, steps[0].weights)
+        frozen = initial.frozen_logprobs(mini_batch.samples)
+        expected = current.gradients(mini_batch, plain, old=frozen, reference=None)
+        gap, name = worst(step.gradients, expected)
+        assert gap < BOUND, f"step {index}: {name} is off by {gap:.1e}"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from invrl.algorithms.adaptive import Coefficients, adapted_entropy_coef, adapted_kl_coef
+from invrl.algorithms.adaptive import (
+    Coefficients,
+    adapted_entropy_coef,
+    adapted_kl_coef,
+    entropy_coef_of_band,
+)
 from invrl.algorithms.config import AlgorithmConfig
 
 
@@ -57,3 +62,50 @@ def test_both_coefficients_are_adapted_together() -> None:
     within = Coefficients.of(config).after(config, 1.0, 0.1).within(config)
     assert (within.kl_coef, within.entropy_coef) == pytest.approx((1.02, 0.005))
     assert within.model_copy(update={"kl_coef": 1.0, "entropy_coef": 0.0}) == config
+
+
+@pytest.mark.parametrize(
+    ("coef", "entropy", "expected"),
+    [
+        (0.0, 0.1, 0.005),
+        (0.1, 0.1, 0.105),
+        (-0.1, 0.1, 0.005),
+        (1.0, 0.1, 1.0),
+        (0.0, 0.5, -0.005),
+        (-0.1, 0.5, -0.105),
+        (0.1, 0.5, -0.005),
+        (-1.0, 0.5, -1.0),
+        (0.1, 0.3, 0.095),
+        (-0.1, 0.3, -0.095),
+        (0.002, 0.3, 0.0),
+        (-0.002, 0.3, 0.0),
+        (0.1, 0.2, 0.095),
+        (0.1, 0.4, 0.095),
+    ],
+)
+def test_between_two_bounds_the_coefficient_goes_back_to_nothing(
+    coef: float, entropy: float, expected: float
+) -> None:
+    assert entropy_coef_of_band(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(expected)
+
+
+def test_outside_of_the_band_a_bonus_or_a_penalty_acts_and_inside_neither() -> None:
+    config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4, entropy_coef=0.1)
+    start = Coefficients.of(config)
+    assert start.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(0.105)
+    assert start.after(config, 0.0, 0.3).within(config).entropy_coef == 0.0
+    assert start.after(config, 0.0, 0.5).within(config).entropy_coef == pytest.approx(-0.005)
+
+
+@pytest.mark.parametrize(("entropy", "drift"), [(0.9, 0.01), (0.02, -0.01), (0.3, 0.01), (0.3, -0.01)])
+def test_the_band_holds_an_entropy_that_drifts(entropy: float, drift: float) -> None:
+    """An entropy that the rest of the loss moves by `drift` a batch and the bonus by its coefficient."""
+    config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4)
+    coefficients = Coefficients.of(config)
+    seen: list[float] = []
+    for _ in range(400):
+        entropy += drift + coefficients.within(config).entropy_coef
+        coefficients = coefficients.after(config, 0.0, entropy)
+        seen.append(entropy)
+    assert min(seen[100:]) > 0.15
+    assert max(seen[100:]) < 0.45

@@ -185,7 +185,15 @@ def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfi
                 loss += c.kl_coef * min(max(term, -bound), bound)
             loss -= c.entropy_coef * row.entropy[t]
             total += aggregation_weight(row, rows, c) * loss
+    solved = [current for row, current in zip(rows, moving, strict=True) if is_solved(row)]
+    num_tokens = sum(map(len, solved))
+    if num_tokens:
+        total -= c.solved_nll_coef * math.fsum(map(math.fsum, solved)) / num_tokens
     return total
+
+
+def is_solved(row: Row) -> bool:
+    return row.rollout % 2 == 0
 
 
 def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
@@ -238,12 +246,14 @@ def inputs_of(rows: list[Row], all_rows: list[Row], dtype: torch.dtype = torch.f
             rows=len(all_rows),
             rollouts=len({row.rollout for row in all_rows}),
             groups=len({row.group for row in all_rows}),
+            solved_tokens=tokens([row for row in all_rows if is_solved(row)]),
         ),
         old_N=column("old"),
         rollout_N=column("rollout_logprobs"),
         advantages_N=column("advantages"),
         reference_N=column("reference"),
         columns={"staleness": column("staleness")},
+        numbers={"solved": torch.tensor([float(is_solved(row)) for row in rows], dtype=dtype)},
     )
 
 
@@ -286,6 +296,7 @@ configs = st.builds(
     kl_in=st.sampled_from(["loss", "reward"]),
     kl_clamp=st.sampled_from([0.0, 0.2]),
     entropy_coef=st.sampled_from([0.0, 0.05]),
+    solved_nll_coef=st.sampled_from([0.0, 0.1]),
     old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
 )
 row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -392,6 +403,17 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     assert gradient_N[:3].tolist() == [0.0] * 3
     assert gradient_N[3:].tolist() == pytest.approx([value * 4 / 7 for value in alone_N.tolist()])
     assert resolve(outputs.metrics)["rejected_fraction"] == pytest.approx(3 / 7)
+
+
+def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
+    """Above the band of entropies (`adaptive.py`); settings themselves are not negative."""
+    rows = random_rows([3, 4], 0)
+    config = AlgorithmConfig().model_copy(update={"entropy_coef": -0.05})
+    outputs, _, of_entropy_N = run(rows, rows, config)
+    plain, _, _ = run(rows, rows, AlgorithmConfig())
+    mean = sum(sum(row.entropy) for row in rows) / 7
+    assert outputs.loss.item() == pytest.approx(plain.loss.item() + 0.05 * mean)
+    assert of_entropy_N.tolist() == pytest.approx([0.05 / 7] * 7)
 
 
 def test_icepop_is_a_weight_within_bounds_and_else_nothing() -> None:

@@ -195,6 +195,11 @@ def test_the_tree_is_frozen() -> None:
         ),
         (["--advantage", "pass_at_k", "--pass-at-k", "8"], "algorithm.pass_at_k", "below", "--pass-at-k"),
         (["--critic-lr", "1e-4"], "train.critic_lr", "no critic", "add --advantage gae"),
+        (["--critic-data-parallel-size", "2"], "train.critic_data_parallel_size", "no critic", "--advantage"),
+        (
+            ["--advantage", "gae", "--critic-data-parallel-size", "33"],
+            "train.critic_data_parallel_size", "33 copies of the critic", "lower --critic-data",
+        ),
         (["--value-clip", "0"], "algorithm.value_clip", "no critic", "leave --value-clip out"),
         (["--critic-model-path", "x"], "model.critic_model_path", "no critic", "--advantage gae"),
         (["--gae-lambda", "0.9", "--advantage", "rloo"], "algorithm.gae_lambda", "'rloo'", "gae"),

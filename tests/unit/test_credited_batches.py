@@ -51,6 +51,27 @@ def members(name: str, rewards: Sequence[float]) -> list[RolloutSummary]:
     return [summary(f"{name}.{n}", name, n, reward) for n, reward in enumerate(rewards)]
 
 
+def test_rows_say_whether_their_rollout_solved_its_task() -> None:
+    """By the environment's reward, before it is shaped, on every row of the rollout."""
+    group = members("g", [0.0, 0.5, 1.0])
+    algorithm = AlgorithmConfig(solved_nll_coef=0.1, length_penalty=5.0)
+    rules = credit_rules(algorithm, 100, success_reward=0.5)
+    taken = TakenBatch(
+        batch_id=0,
+        version=WeightVersion(0),
+        groups=(Group(id="g", task_id="t", rollouts_G=tuple(group)),),
+    )
+    rollouts = [
+        rollout(*[[turn(f"{of.session_id}.{n}", None, [1], [2, 3])] for n in range(2)], of=of) for of in group
+    ]
+    batch = build_batch(taken, rollouts, configured_advantage(algorithm), 1e-4, rules=rules)
+    assert [sample.numbers["solved"] for sample in batch.samples] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert batch.trained.solved_tokens == 8
+    assert batch.trained.tokens == 12
+    plain = build_batch(taken, rollouts, configured_advantage(algorithm), 1e-4)
+    assert not any("solved" in sample.numbers for sample in plain.samples)
+
+
 def firsts(batch: TrainBatch) -> list[float]:
     """The advantage of each row's trained tokens, which is one."""
     for advantages_T in batch.advantages:

@@ -191,6 +191,20 @@ def test_a_file_that_is_missing(refused: Refused, tmp_path: Path) -> None:
             "algorithm.kl_coef",
             "orpo does not read it",
         ),
+        *(
+            ([*SFT, "--objective", "dpo", f"--{flag}", value], where, "dpo does not read it")
+            for flag, value, where in (
+                ("eps-clip-low", "0.1", "algorithm.eps_clip_low"),
+                ("eps-clip-high", "0.1", "algorithm.eps_clip_high"),
+                ("dual-clip", "2", "algorithm.dual_clip"),
+                ("correction-cap", "3", "algorithm.correction_cap"),
+                ("kl-clamp", "3", "algorithm.kl_clamp"),
+                ("advantage-eps", "0.1", "algorithm.advantage_eps"),
+                ("reward-deviation", "population", "algorithm.reward_deviation"),
+                ("aggregation-constant", "3", "algorithm.aggregation_constant"),
+                ("entropy-coef", "0.1", "algorithm.entropy_coef"),
+            )
+        ),
         (
             [*SFT, "--data-eval-fraction", "1.5"],
             "data.data_eval_fraction",

@@ -53,6 +53,26 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--kl-coef 0.1 --kl-estimator k1", "kl_estimator", "only noise", "--kl-in reward"),
         ("--kl-coef 0.1 --kl-estimator unbiased --kl-in reward", "kl_estimator", "gradient", "k1"),
+        ("--kl-coef 0.1 --kl-estimator unbiased --kl-in rollout_reward", "kl_estimator", "gradient", "k1"),
+        ("--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward", "kl_in", "linear", "--advantage rloo"),
+        (
+            "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo "
+            "--advantage-whitening tokens",
+            "advantage_whitening",
+            "without the KL",
+            "leave it out",
+        ),
+        ("--entropy-target 0.3 --entropy-ceiling 0.2", "entropy_ceiling", "other end", "raise"),
+        ("--entropy-coef-step 0.1", "entropy_coef_step", "not adapted", "leave"),
+        ("--reference-reset-optimizer", "reference_reset_optimizer", "nothing is reset", "-reset-steps"),
+        ("--objective distillation --solved-nll-coef 0.1", "solved_nll_coef", "does not read", "leave"),
+        *(
+            (f"--objective distillation --{flag}", field, "does not read it, only rl", "leave")
+            for flag, field in (
+                ("advantage-eps 0.1", "advantage_eps"),
+                ("reward-deviation population", "reward_deviation"),
+            )
+        ),
         ("--kl-target 0.1", "kl_target", "stays 0", "--kl-coef"),
         ("--reference-ema 0.9", "reference_ema", "no reference", "--kl-coef"),
         ("--reference-reset-steps 9", "reference_reset_steps", "no reference", "--kl-coef"),
@@ -88,6 +108,9 @@ def test_axes_that_contradict(flags: str, field: str, reason: str, fix: str) -> 
         "--policy-loss vespo --correction none",
         "--kl-coef 0.1 --kl-estimator k1 --kl-in reward",
         "--kl-estimator k1",
+        "--entropy-ceiling 0.2",
+        "--entropy-target 0.1 --entropy-ceiling 0.2 --entropy-coef-step 0.1",
+        "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo",
         "--rejection token --rejection-low 0.5",
     ],
 )

@@ -29,6 +29,8 @@ def budget(
     *,
     on_cuda: bool = False,
     frozen_models: int = 0,
+    reference_moves: bool = False,
+    reference_is_averaged: bool = False,
     has_critic: bool = False,
     megatron: Mapping[str, object] | None = None,
     copies_checkpoints: bool = False,
@@ -38,6 +40,8 @@ def budget(
         TrainConfig.model_validate(train),
         model,
         frozen_models=frozen_models,
+        reference_moves=reference_moves,
+        reference_is_averaged=reference_is_averaged,
         has_critic=has_critic,
         served_dtype="bfloat16",
         megatron=megatron or {},
@@ -246,6 +250,23 @@ def test_the_reference_is_where_it_is_placed(
     if in_pass is None:
         brought = 2 * (size.total - sum(size.by_layer) + max(size.by_layer))
     assert placed.step == pytest.approx(max(without.step, brought), rel=0.1)
+
+
+def test_an_averaged_reference_is_kept_and_saved_in_float32(model: Path) -> None:
+    """Beside it a teacher stays in the dtype of the model. On a GPU it is in the memory of the CPU."""
+    size = ModelSize.of(model, read_hf_config(model))
+    averaged: dict[str, Any] = {"reference_moves": True, "reference_is_averaged": True}
+    without = estimated(model)
+    assert estimated(model, frozen_models=1, **averaged).weights == without.weights + 4 * size.total
+    assert estimated(model, frozen_models=2, **averaged).weights == without.weights + 6 * size.total
+    assert estimated(model, frozen_models=1, reference_moves=True).weights == 2 * without.weights
+    on_gpu = estimated(model, frozen_models=1, on_cuda=True, reference_placement="cpu", **averaged)
+    assert on_gpu.weights == estimated(model, on_cuda=True).weights
+    copies: dict[str, Any] = {"frozen_models": 1, "copies_checkpoints": True}
+    fixed = budget(model, **copies)
+    moving = budget(model, **copies, **averaged)
+    assert moving.largest().copy == fixed.largest().copy + 4 * size.total
+    assert moving.copy_bytes == fixed.copy_bytes + 4 * size.total
 
 
 def test_on_a_cpu_the_reference_by_layer_stays_in_the_files_dtype(tmp_path: Path) -> None:

@@ -406,12 +406,11 @@ def test_no_progress_still_prints_notes(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
+    before = time.time()
     RunObserver([PhaseFile(tmp_path / "phase.json")]).phase("sync", 3)
-    assert json.loads((tmp_path / "phase.json").read_text()) == {
-        "pid": os.getpid(),
-        "step": 3,
-        "phase": "sync",
-    }
+    content = json.loads((tmp_path / "phase.json").read_text())
+    assert before - 0.001 <= content.pop("since") <= time.time() + 0.001
+    assert content == {"pid": os.getpid(), "step": 3, "phase": "sync"}
 
 
 def test_a_note_moves_no_cursor_whatever_user_code_says(capsys: pytest.CaptureFixture[str]) -> None:

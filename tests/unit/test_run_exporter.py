@@ -12,7 +12,7 @@ import pytest
 from metric_queries import scraped
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_metrics import some_batch, some_update
+from stored_rollouts import summary_of
 
 from invrl.buffer.event_counts import BufferCounts
 from invrl.engines.fleet_state import FleetState
@@ -26,6 +26,7 @@ from invrl.rollout.evaluation import EvalScore
 from invrl.run import metrics_sources as sources
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
+from invrl.types import Group, GroupLease, GroupMember, TakenBatch, Task, WeightUpdate, WeightVersion
 
 NAMES = """
 invrl_step invrl_steps_total invrl_step_end_timestamp_seconds invrl_step_seconds invrl_phase_seconds_total
@@ -113,6 +114,27 @@ def test_what_is_not_finite_is_shown_as_nan_and_does_not_spoil_a_sum() -> None:
     values = values_of(exporter)
     assert math.isnan(values[("invrl_loss",)])
     assert values[("invrl_trained_tokens_total",)] == 7.0
+
+
+def some_batch() -> TakenBatch:
+    """Two groups of three rollouts, of versions 0 and 1, taken at version 2."""
+    groups: list[Group] = []
+    for version in range(2):
+        members = tuple(GroupMember(index=index, attempt=0) for index in range(3))
+        lease = GroupLease(group_id=f"g{version}", task=Task(id="t", payload={}), members=members)
+        rollouts = tuple(summary_of(lease, index=index, attempt=0, version=version) for index in range(3))
+        groups.append(Group(id=lease.group_id, task_id="t", rollouts_G=rollouts))
+    return TakenBatch(batch_id=0, version=WeightVersion(2), groups=tuple(groups))
+
+
+def some_update() -> WeightUpdate:
+    return WeightUpdate(
+        version=WeightVersion(3),
+        num_bytes=1000,
+        seconds={"load": 0.25, "pause": 0.5},
+        canary_max_gap=0.02,
+        canary_mean_gap=0.01,
+    )
 
 
 def test_every_value_of_a_step_is_that_of_metrics_jsonl(tmp_path: Path) -> None:

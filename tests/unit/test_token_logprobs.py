@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
+from invrl.top_logprobs import NO_TOKEN
 from invrl.train import device, logprobs
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
@@ -32,8 +33,12 @@ def set_block_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(device, "logit_block_bytes", lambda: 0)
 
 
-def awkward_micro_batch(seed: int = 5, vocabulary: int = VOCABULARY) -> MicroBatch:
-    """Rows that share a beginning, at two temperatures, equal rows, and tokens under two masks."""
+def awkward_micro_batch(
+    seed: int = 5, vocabulary: int = VOCABULARY, *, num_candidates: int = 0
+) -> MicroBatch:
+    """Rows that share a beginning, at two temperatures, equal rows, and tokens under two masks. With
+    candidates, the wanted token is the third of every fourth; under a mask it is the only one; and the last
+    row has none."""
     rng = np.random.default_rng(seed)
     tokens_T = rng.integers(0, vocabulary, 30).astype(np.int32)
     other_T = tokens_T.copy()
@@ -52,16 +57,32 @@ def awkward_micro_batch(seed: int = 5, vocabulary: int = VOCABULARY) -> MicroBat
         Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3, allowed_N=(*[None] * 24, masks[1])),
         Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.3),
     ]
+    if num_candidates:
+        rows[:4] = [with_candidates(row, num_candidates, rng, vocabulary) for row in rows[:4]]
     (micro_batch,) = pack(rows, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.restricted_M) == 2
     assert len(np.unique(micro_batch.projection_N)) < len(micro_batch.projection_N)
     return micro_batch
 
 
+def with_candidates(row: Row, number: int, rng: np.random.Generator, vocabulary: int) -> Row:
+    drawn = [rng.permutation(vocabulary)[:number] for _ in row.wanted_N]
+    candidates_NK = np.array(drawn, np.int32)
+    for index, position in enumerate(row.wanted_N):
+        target = row.tokens_T[position]
+        if row.allowed_N and row.allowed_N[index] is not None:
+            candidates_NK[index] = NO_TOKEN
+            candidates_NK[index, 0] = target
+        elif index % 4 == 0 and target not in candidates_NK[index]:
+            candidates_NK[index, 2] = target
+    return replace(row, candidates_NK=candidates_NK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
+    top_NK: torch.Tensor | None
     hidden_grad_UH: torch.Tensor
     weight_grad_VH: torch.Tensor
 
@@ -94,8 +115,14 @@ class Problem:
             entropy_weight=entropy_weight,
         )
 
-    def loss(self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, top_NK: torch.Tensor | None
+    ) -> torch.Tensor:
         losses_N = logprobs_N * self.grad_N
+        if top_NK is not None:
+            weight_K = torch.linspace(-1, 1, top_NK.shape[1], dtype=top_NK.dtype)
+            known_NK = top_NK.masked_fill(top_NK == -torch.inf, 0.0)
+            losses_N = losses_N + self.grad_N.roll(1) * (known_NK * weight_K).sum(1)
         if self.entropy_weight:
             losses_N = losses_N + self.entropy_weight * entropy_N * self.grad_N.flip(0)
         return losses_N.sum()
@@ -107,7 +134,7 @@ class Problem:
         """What one rank computes that has this slice of the vocabulary."""
         hidden_UH = self.hidden_UH.clone().requires_grad_()
         weight_VH = self.weight_VH[vocabulary].clone().requires_grad_()
-        logprobs_N, entropy_N = projected_logprobs(
+        logprobs_N, entropy_N, top_NK = projected_logprobs(
             hidden_UH,
             weight_VH,
             self.micro_batch,
@@ -115,12 +142,13 @@ class Problem:
             group=group,
             softcap=self.softcap,
         )
-        self.loss(logprobs_N, entropy_N).backward()
+        self.loss(logprobs_N, entropy_N, top_NK).backward()
         assert hidden_UH.grad is not None
         assert weight_VH.grad is not None
         return Results(
             logprobs_N=logprobs_N.detach(),
             entropy_N=entropy_N.detach(),
+            top_NK=None if top_NK is None else top_NK.detach(),
             hidden_grad_UH=hidden_UH.grad,
             weight_grad_VH=weight_VH.grad,
         )
@@ -143,12 +171,18 @@ class Problem:
         logprobs_N = logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0]
         probability_NV = logprobs_NV.exp()
         entropy_N = -(probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)).sum(1)
-        self.loss(logprobs_N, entropy_N).backward()
+        top_NK = None
+        if micro_batch.candidates_NK is not None:
+            candidates_NK = torch.from_numpy(micro_batch.candidates_NK)
+            top_NK = logprobs_NV.gather(1, candidates_NK.clamp(min=0))
+            top_NK = top_NK.masked_fill(candidates_NK == NO_TOKEN, -torch.inf)
+        self.loss(logprobs_N, entropy_N, top_NK).backward()
         assert hidden_UH.grad is not None
         assert weight_VH.grad is not None
         return Results(
             logprobs_N=logprobs_N.detach(),
             entropy_N=entropy_N.detach(),
+            top_NK=None if top_NK is None else top_NK.detach(),
             hidden_grad_UH=hidden_UH.grad,
             weight_grad_VH=weight_VH.grad,
         )
@@ -158,6 +192,9 @@ def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> No
     for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
         expected = getattr(exact, name)
         torch.testing.assert_close(getattr(measured, name).double(), expected, rtol=1e-6, atol=atol, msg=name)
+    assert (measured.top_NK is None) == (exact.top_NK is None)
+    if measured.top_NK is not None:
+        torch.testing.assert_close(measured.top_NK.double(), exact.top_NK, rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
@@ -177,6 +214,27 @@ def test_equals_float64(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.7], ids=["", "entropy"])
+def test_candidates_equal_float64(
+    monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, entropy_weight: float
+) -> None:
+    """The likeliest tokens in the place of each one, with their gradient, beside the sampled token's."""
+    monkeypatch.setattr(logprobs, "KEPT_BYTES", 1 << 20)
+    micro_batch = awkward_micro_batch(num_candidates=5)
+    problem = Problem.random(micro_batch, softcap=softcap, entropy_weight=entropy_weight)
+    measured = problem.measured()
+    assert_equal(measured, problem.exact(), atol=6e-5 if entropy_weight else 2e-5)
+    assert measured.top_NK is not None
+    assert micro_batch.candidates_NK is not None
+    is_sampled_NK = torch.from_numpy(micro_batch.candidates_NK == micro_batch.targets_N[:, None])
+    assert is_sampled_NK.any(1).sum() > 10
+    sampled_N, _ = is_sampled_NK.nonzero(as_tuple=True)
+    assert torch.equal(measured.top_NK[is_sampled_NK], measured.logprobs_N[sampled_N])
+    without = Problem.random(replace(micro_batch, candidates_NK=None), softcap=softcap)
+    assert torch.equal(without.measured().logprobs_N, measured.logprobs_N)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
     """Numerical derivatives in float64; the backward pass may run more than once."""
     set_block_tokens(monkeypatch, 16)
@@ -185,9 +243,24 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> No
     weight_VH = problem.weight_VH.requires_grad_()
 
     def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return projected_logprobs(hidden_UH, weight_VH, problem.micro_batch, softcap=softcap)
+        logprobs_N, entropy_N, _ = projected_logprobs(
+            hidden_UH, weight_VH, problem.micro_batch, softcap=softcap
+        )
+        return logprobs_N, entropy_N
 
     assert torch.autograd.gradcheck(compute, (hidden_UH, weight_VH), fast_mode=True)
+
+
+def test_gradcheck_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_block_tokens(monkeypatch, 16)
+    problem = Problem.random(awkward_micro_batch(num_candidates=4), torch.float64)
+
+    def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        logprobs_N, entropy_N, top_NK = projected_logprobs(hidden_UH, weight_VH, problem.micro_batch)
+        return problem.loss(logprobs_N, entropy_N, top_NK)
+
+    inputs = (problem.hidden_UH.requires_grad_(), problem.weight_VH.requires_grad_())
+    assert torch.autograd.gradcheck(compute, inputs, fast_mode=True)
 
 
 def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
@@ -222,7 +295,7 @@ def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
     logits_V = torch.tensor([6.0, 0.0, 0.0]).bfloat16()
     hidden_UH = torch.ones(1, 1).bfloat16()
     weight_VH = logits_V[:, None].clone().requires_grad_()  # whose gradient is then that of the logits
-    logprobs_N, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
+    logprobs_N, _, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
     logprobs_N.sum().backward()
     assert weight_VH.grad is not None
     exact_V = -2 * logits_V.double().softmax(0)
@@ -256,7 +329,7 @@ def test_half_precision_under_a_mask_is_finite(dtype: torch.dtype, block_tokens:
 def test_without_a_gradient_the_numbers_are_the_same(block_tokens: int) -> None:
     problem = Problem.random(awkward_micro_batch())
     with torch.no_grad():
-        logprobs_N, _ = projected_logprobs(problem.hidden_UH, problem.weight_VH, problem.micro_batch)
+        logprobs_N, _, _ = projected_logprobs(problem.hidden_UH, problem.weight_VH, problem.micro_batch)
     assert torch.equal(logprobs_N, problem.measured().logprobs_N)
 
 
@@ -306,8 +379,10 @@ def test_a_vocabulary_in_shards_gives_the_numbers_of_the_whole_one(tmp_path: Pat
     the whole one's. In one shard a mask removes every token."""
     shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
     problems = [
-        Problem.random(awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight)
-        for softcap, entropy_weight in ((None, 0.0), (3.0, 0.0), (None, 0.7))
+        Problem.random(
+            awkward_micro_batch(num_candidates=number), softcap=softcap, entropy_weight=entropy_weight
+        )
+        for number, softcap, entropy_weight in ((0, None, 0.0), (0, 3.0, 0.0), (0, None, 0.7), (5, 3.0, 0.0))
     ]
     with torch.multiprocessing.get_context("spawn").Pool(len(shards)) as pool:
         arguments = [(problems, rank, shards, str(tmp_path / "store")) for rank in range(len(shards))]
@@ -317,9 +392,13 @@ def test_a_vocabulary_in_shards_gives_the_numbers_of_the_whole_one(tmp_path: Pat
         for measured in results:
             assert torch.equal(measured.logprobs_N, first.logprobs_N)
             assert torch.equal(measured.entropy_N, first.entropy_N)
+            if first.top_NK is not None:
+                assert measured.top_NK is not None
+                assert torch.equal(measured.top_NK, first.top_NK)
         whole = Results(
             logprobs_N=first.logprobs_N,
             entropy_N=first.entropy_N,
+            top_NK=first.top_NK,
             hidden_grad_UH=torch.stack([measured.hidden_grad_UH for measured in results]).sum(0),
             weight_grad_VH=torch.cat([measured.weight_grad_VH for measured in results]),
         )

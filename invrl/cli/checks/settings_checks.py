@@ -112,7 +112,12 @@ def check_algorithm(config: Config) -> None:
 
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
-    needs_of(config.algorithm)
+    needs = needs_of(config.algorithm)
+    if config.train.critic_data_parallel_size and not needs.values:
+        reason = f"the objective {config.algorithm.objective} needs no values, so there is no critic"
+        fix = "declare Needs(values=True, ...) in it, or leave --critic-data-parallel-size out"
+        value = config.train.critic_data_parallel_size
+        raise ConfigError("train.critic_data_parallel_size", value, reason, fix)
     group_filter_function(config.buffer.group_filter)
     if config.algorithm.policy_loss not in SURROGATES:
         from invrl.algorithms.example import try_surrogate

@@ -29,6 +29,9 @@ class GatewaySettings(GatewayConfig):
     )
     context_length: PositiveInt
     vocab_size: PositiveInt
+    record_top_logprobs: NonNegativeInt = Field(
+        0, description="likeliest tokens that are recorded in the place of each sampled one, in training"
+    )
     record_experts: bool = Field(False, description="record which experts computed the tokens of a turn")
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20

@@ -25,6 +25,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
 from invrl.routed_experts import RoutedExperts
+from invrl.top_logprobs import TopLogprobs
 from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
@@ -50,11 +51,23 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     constrained: bool = False
     grammar: str = ""
     """As in `Turn`."""
+    top_shown: int = 0
+    """How many of the likeliest tokens the client is shown in the place of each sampled one."""
+    top_recorded: int = 0
+    """How many of them are recorded."""
 
 
-Commit = Callable[[Turn, Proposal, Message, RoutedExperts | None], "asyncio.Future[None]"]
-"""Records a turn with its reply, and with the experts that computed its tokens if they are known. The future
-is done when the turn is durable."""
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What is recorded of a turn's tokens beside the turn itself; None where it is not known."""
+
+    experts_TLK: RoutedExperts | None = None
+    """As in `Rollout.routed_experts`."""
+    top: TopLogprobs | None = None
+    """As in `Rollout.top_logprobs`."""
+
+
+Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
+"""Records a turn with its reply. The future is done when the turn is durable."""
 
 
 class Sampler(Protocol):
@@ -89,6 +102,8 @@ class Generation:
         self._num_joined = 0
         """The number of pieces at the beginning that are joined from others. Each is longer than the next.
         (A piece of one chunk takes 0.5 KB of memory.)"""
+        self._top: list[NDArray[np.void]] = []
+        """The likeliest tokens [T, K] of each chunk that are to be recorded."""
         self._spans: tuple[VersionSpan, ...] = ()
         self._num_attached = 0
         self._waiters: list[asyncio.Future[None]] = []
@@ -220,11 +235,12 @@ class Generation:
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
-            self._commit(self._turn("abort"), self.proposal, self._reply(), None)
+            self._commit(self._turn("abort"), self.proposal, self._reply(), Recorded())
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
-        await asyncio.shield(self._commit(turn, self.proposal, message, result.experts_TLK))
+        recorded = Recorded(experts_TLK=result.experts_TLK, top=self._recorded_top())
+        await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
         stop = ""
@@ -279,8 +295,25 @@ class Generation:
             text = self._text_stream.push(chunk.ids_T.tolist())
             delta = self._parser.push(text)
         finally:
-            piece = Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top)
-            self._publish(piece)
+            top = self._take_top(chunk)
+            self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=top))
+
+    def _take_top(self, chunk: GenerateChunk | GenerateResult) -> NDArray[np.void]:
+        """Keeps the likeliest tokens that are to be recorded; returns those that the client is shown."""
+        if chunk.top.size == 0:
+            return NO_TOP
+        proposal = self.proposal
+        top_TK = chunk.top.reshape(len(chunk.ids_T), -1)
+        if proposal.top_recorded:
+            self._top.append(top_TK[:, : proposal.top_recorded])
+        return top_TK[:, : proposal.top_shown].reshape(-1)
+
+    def _recorded_top(self) -> TopLogprobs | None:
+        """Of all tokens so far."""
+        if not self._top:
+            return None
+        top_TK = np.concatenate(self._top)
+        return TopLogprobs.reported(top_TK["id"], top_TK["logprob"])
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)

@@ -28,14 +28,13 @@ from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
-from invrl.gateway.turns.generation import Generation, Proposal, Sampler
+from invrl.gateway.turns.generation import Generation, Proposal, Recorded, Sampler
 from invrl.gateway.turns.placement import Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recorded_answer import RecordedAnswer
 from invrl.gateway.turns.recovery import restore
 from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
-from invrl.routed_experts import RoutedExperts
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Json, Turn
@@ -69,6 +68,8 @@ class Turns:
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
     constrained: Constrained = "free"
+    recorded_top_logprobs: int = 0
+    """How many of the likeliest tokens are recorded in the place of each sampled one, in training."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that forked, by reason."""
@@ -219,6 +220,8 @@ class Turns:
         input_ids_T = placement.input_ids_T
         num_path_ids = len(input_ids_T) - len(placement.context_ids)
         seed = self._seed(conversation, input_ids_T)
+        is_trained = conversation.record.session.purpose == "train"
+        top_recorded = self.recorded_top_logprobs if is_trained else 0
         engine_request = GenerateRequest(
             rid="turn-" + secrets.token_hex(12),
             input_ids_T=input_ids_T,
@@ -227,7 +230,7 @@ class Turns:
             stop_token_ids=tuple(sorted(self.renderer.end_ids)),
             extra_sampling={**seed, **turn_sampling.extra, **constraint},
             routing_key=conversation.record.session.id,
-            top_logprobs=request.top_logprobs,
+            top_logprobs=max(request.top_logprobs, top_recorded),
             path_tokens=num_path_ids,
         )
         fork_reason = ""
@@ -247,6 +250,8 @@ class Turns:
             digest=request.digest,
             constrained=bool(constraint),
             grammar=grammar,
+            top_shown=request.top_logprobs,
+            top_recorded=top_recorded,
         )
 
     def _existing_answer(self, conversation: Conversation, request: TurnRequest) -> AnswerSource | None:
@@ -316,7 +321,7 @@ class Turns:
             return
         node = conversation.forest.turn(source.turn_id)
         # A turn does not hold the likeliest tokens, so a retry of such a request needs the generation.
-        has_top_logprobs = isinstance(source, Generation) and source.proposal.request.top_logprobs > 0
+        has_top_logprobs = isinstance(source, Generation) and source.proposal.top_shown > 0
         if node is None or has_top_logprobs:
             conversation.keep_answer(source, source)
         else:
@@ -396,7 +401,7 @@ class Turns:
         turn: Turn,
         proposal: Proposal,
         reply: Message,
-        experts_TLK: RoutedExperts | None,
+        recorded: Recorded,
     ) -> asyncio.Future[None]:
         """Stores a turn. Once it is durable, it joins the forest, unless it was aborted."""
         num_sampled = len(turn.sampled_ids_T)
@@ -415,7 +420,8 @@ class Turns:
             turn,
             msgspec.json.encode(messages),
             msgspec.json.encode(proposal.tools),
-            experts_TLK=experts_TLK,
+            experts_TLK=recorded.experts_TLK,
+            top=recorded.top,
         )
         durable = _in_loop(stored, loop)
         if turn.finish_reason == "abort":

@@ -1,0 +1,110 @@
+"""`invrl view`: the page of one or several runs, live or dead."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from invrl.cli.arguments import split_options, unknown_flag
+from invrl.errors import ConfigError
+from invrl.host.printable import for_stdout
+from invrl.viewer.access import access_for
+from invrl.viewer.index_file import cache_folder
+from invrl.viewer.page_server import bind, serve
+from invrl.viewer.viewed_run import open_runs
+
+_VALUES = ("--host", "--port", "--export", "--export-rollouts")
+_NO_OPEN = "--no-open"
+_EXPORTED_ROLLOUTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewRequest:
+    """The arguments of the command."""
+
+    runs: tuple[Path, ...]
+    host: str
+    port: int
+    export: Path | None
+    export_rollouts: int
+    opens_browser: bool
+
+
+def view(arguments: Sequence[str]) -> None:
+    """usage: invrl view RUN_FOLDER [RUN_FOLDER ...] [--host ADDRESS] [--port N] [--no-open]
+           invrl view RUN_FOLDER [RUN_FOLDER ...] --export FOLDER [--export-rollouts N]
+      --host ADDRESS       where to listen (default: 127.0.0.1, this machine only). Whoever has the
+                           printed URL can read the runs; over ssh, forward the port: ssh -L
+      --port N             default: a free one
+      --no-open            do not open a browser
+      --export FOLDER      write pages that open from disk into a new folder, instead of serving
+      --export-rollouts N  conversations in the export, of each run: the best, the worst and the most
+                           surprising (default: 200; 0: all). The rows of all rollouts are in it
+    Shows metrics, rollouts, conversations, tokens, the ledger, evaluations and processes of runs.
+    Reads only; a run that is live may go on, and the page follows it. What is computed for fast
+    answers is kept below ~/.cache/invrl/viewer (XDG_CACHE_HOME). Ctrl-C ends it."""
+    request = read_request(arguments)
+    runs = open_runs(list(request.runs), cache_folder())
+    if request.export is not None:
+        from invrl.viewer.export import export_runs
+
+        export_runs(runs, request.export, rollouts=request.export_rollouts, say=_say)
+        return
+    listener = bind(request.host, request.port)
+    port = listener.getsockname()[1]
+    access = access_for(request.host, port)
+    shown_host = "127.0.0.1" if request.host in ("0.0.0.0", "::") else request.host
+    if ":" in shown_host:
+        shown_host = f"[{shown_host}]"
+    url = f"http://{shown_host}:{port}/?key={access.key}"
+    names = ", ".join(run.folder.path.name for run in runs)
+    _say(f"{names}: {url}\nCtrl-C ends it.")
+    if request.opens_browser:
+        _open_browser(url)
+    with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(runs, access, listener))
+
+
+def read_request(arguments: Sequence[str]) -> ViewRequest:
+    """Raises ConfigError for a flag that is unknown or has a wrong value, and if no run is named."""
+    options, others = split_options(arguments, _VALUES)
+    opens_browser = _NO_OPEN not in others
+    paths = [argument for argument in others if argument != _NO_OPEN]
+    for argument in paths:
+        if argument.startswith("-"):
+            raise unknown_flag(argument, [*_VALUES, _NO_OPEN])
+    if not paths:
+        raise ConfigError("RUN", "", "it is missing", "give the folder that `invrl train` printed")
+    export = options.get("--export")
+    return ViewRequest(
+        runs=tuple(Path(path) for path in paths),
+        host=options.get("--host", "127.0.0.1"),
+        port=_read_number("--port", options.get("--port", "0"), most=65_535),
+        export=Path(export).expanduser().absolute() if export is not None else None,
+        export_rollouts=_read_number(
+            "--export-rollouts", options.get("--export-rollouts", str(_EXPORTED_ROLLOUTS)), most=10**9
+        ),
+        opens_browser=opens_browser,
+    )
+
+
+def _read_number(flag: str, text: str, *, most: int) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > most:
+        raise ConfigError(flag, text, f"not a number from 0 to {most}", f"write {flag} N")
+    return int(text)
+
+
+def _say(line: str) -> None:
+    print(for_stdout(line), flush=True)
+
+
+def _open_browser(url: str) -> None:
+    """On a desktop. Over ssh and in containers there is none, and the printed URL is enough."""
+    import os
+    import webbrowser
+
+    if not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
+        return
+    with contextlib.suppress(webbrowser.Error):
+        webbrowser.open(url)

@@ -1,0 +1,131 @@
+"""`invrl watch`: a run in the terminal, live or dead. Nothing is written into the run's folder."""
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.live import Live
+
+from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
+from invrl.errors import ConfigError
+from invrl.host.printable import for_stdout
+from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
+from invrl.observe.progress import describe_step
+from invrl.observe.run_status import RunReader, RunStatus
+from invrl.observe.watch_screen import ScreenSize, screen
+
+_INTERVAL_FLAG = "--interval-s"
+_ONCE_FLAG = "--once"
+_PLAIN_WIDTH = 100
+_KEY_POLL_S = 0.1
+
+
+def watch(arguments: Sequence[str]) -> None:
+    """usage: invrl watch RUN_FOLDER [--once] [--interval-s SECONDS]
+
+    Shows a run that goes on, or has ended: the curve of rewards, the phases of its steps and what it
+    waits for, engines and gateway, held-out results and the last failures. It reads the folder again
+    every 2 seconds (--interval-s); q or Ctrl-C ends it, and never the run. --once prints one
+    frame. Without a terminal it prints a frame, and then a line per step until the run ends."""
+    options, others = split_options(arguments, [_INTERVAL_FLAG])
+    run, *unknown = [argument for argument in others if argument != _ONCE_FLAG] or [""]
+    for argument in (run, *unknown):
+        if argument.startswith("--") or argument in unknown:
+            raise unknown_flag(argument, [_INTERVAL_FLAG, _ONCE_FLAG])
+    folder = read_run_folder([run] if run else [])
+    interval_s = _interval(options.get(_INTERVAL_FLAG, "2"))
+    reader = RunReader(folder)
+    is_live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    console = Console(width=None if is_live else _width_of_pipe(), no_color=None if is_live else True)
+    with contextlib.suppress(KeyboardInterrupt):
+        if _ONCE_FLAG in others:
+            _print_frame(console, reader.read())
+        elif is_live:
+            _show(console, reader, interval_s)
+        else:
+            _print_lines(console, reader, interval_s)
+
+
+def _interval(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 3600:
+            return float(text)
+    raise ConfigError(_INTERVAL_FLAG, text, "not between 0.1 and 3600 seconds", "give a number, such as 2")
+
+
+def _width_of_pipe() -> int:
+    """COLUMNS, as other programs take it; else wide enough for every part."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else _PLAIN_WIDTH
+
+
+def _size(console: Console) -> ScreenSize:
+    encoding = console.encoding
+    blocks = BLOCKS if can_draw_blocks(encoding) else ASCII_BLOCKS
+    return ScreenSize(width=console.width, height=console.height, blocks=blocks, encoding=encoding)
+
+
+def _print_frame(console: Console, status: RunStatus) -> None:
+    console.print(screen(status, _size(console), now=time.time()))
+
+
+def _show(console: Console, reader: RunReader, interval_s: float) -> None:
+    """The live screen, until somebody presses q. It stays on the screen of its own, so that the terminal is
+    as before afterwards; the last frame is printed there."""
+    status = reader.read()
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(screen(status, _size(console), now=time.time()), refresh=True)
+            if _quits(pressed, interval_s):
+                break
+            status = reader.read()
+    _print_frame(console, status)
+
+
+def _quits(has_keys: bool, seconds: float) -> bool:
+    """Waits so long, or until somebody presses q."""
+    deadline = time.monotonic() + seconds
+    while (time_left := deadline - time.monotonic()) > 0:
+        if not has_keys:
+            time.sleep(time_left)
+        elif select.select([sys.stdin], [], [], min(_KEY_POLL_S, time_left))[0]:
+            key = os.read(sys.stdin.fileno(), 1)
+            if key in (b"q", b"Q", b""):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[bool]:
+    """Lets single keys through without showing them. False where stdin is no terminal."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield True
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _print_lines(console: Console, reader: RunReader, interval_s: float) -> None:
+    status = reader.read()
+    _print_frame(console, status)
+    shown = len(status.rows)
+    while status.state == "running":
+        time.sleep(interval_s)
+        status = reader.read()
+        for row in status.rows[shown:]:
+            values = {name: value for name, value in row.items() if value is not None}
+            text = describe_step(values, status.failed)
+            print(for_stdout(f"step {row['step']}: {text}"), flush=True)
+        shown = len(status.rows)
+    print(f"the run has {status.state}", flush=True)

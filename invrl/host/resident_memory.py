@@ -1,0 +1,59 @@
+"""How much memory the processes below this one hold, by kind.
+
+One line of the kernel per process is read, and nothing is asked of the processes."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PARENT = 1
+_RESIDENT_PAGES = 21
+"""Places in /proc/PID/stat after the name, which may itself hold spaces and parentheses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    parent: int
+    resident_bytes: int
+
+
+def resident_memory(kinds: Mapping[int, str], *, own: str, others: str) -> dict[str, int]:
+    """Resident bytes of this process and of those below it, by kind: `own` for this process, else what
+    `kinds` says (by pid) of the process or of its nearest ancestor, else `others`. Memory that processes
+    share counts once for each of them. Processes on other machines are not seen."""
+    processes = _all_processes()
+    totals: dict[str, int] = {}
+    for pid, process in processes.items():
+        kind = own
+        if pid != os.getpid():
+            kind = _kind_below(pid, processes, kinds, others)
+        if kind:
+            totals[kind] = totals.get(kind, 0) + process.resident_bytes
+    return totals
+
+
+def _kind_below(pid: int, processes: Mapping[int, _Process], kinds: Mapping[int, str], others: str) -> str:
+    """The kind of a process below this one; "" for one of another family."""
+    while pid in processes:
+        if pid in kinds:
+            return kinds[pid]
+        if pid == os.getpid():
+            return others
+        pid = processes[pid].parent
+    return ""
+
+
+def _all_processes() -> dict[int, _Process]:
+    processes: dict[int, _Process] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        resident_bytes = int(fields[_RESIDENT_PAGES]) * _PAGE_BYTES
+        processes[int(folder.name)] = _Process(int(fields[_PARENT]), resident_bytes)
+    return processes

@@ -1,0 +1,72 @@
+"""Curves as text, for terminals. Pure.
+
+Values that are not finite are left out. Where there are more values than columns, a column is their mean."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = " .:-=+*%#"
+"""For terminals without these letters."""
+
+
+def can_draw_blocks(encoding: str | None) -> bool:
+    """Whether a terminal of this encoding has the letters of `BLOCKS`."""
+    try:
+        BLOCKS.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def columns_of(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values: each the mean of equally many, in order."""
+    finite = [value for value in values if math.isfinite(value)]
+    if width <= 0:
+        return []
+    if len(finite) <= width:
+        return finite
+    edges = [number * len(finite) // width for number in range(width + 1)]
+    return [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> str:
+    """One row, at most `width` letters wide. The lowest value has the lowest letter that can be seen."""
+    columns = columns_of(values, width)
+    if not columns:
+        return ""
+    low, high = min(columns), max(columns)
+    letters: list[str] = []
+    for value in columns:
+        share = 0.5 if high == low else (value - low) / (high - low)
+        letters.append(blocks[1 + round(share * (len(blocks) - 2))])
+    return "".join(letters)
+
+
+def block_chart(
+    values: Sequence[float],
+    width: int,
+    height: int,
+    *,
+    low: float,
+    high: float,
+    blocks: str = BLOCKS,
+) -> list[str]:
+    """Rows from top to bottom of bars from `low` to each value. A value at `low` still shows a line. `width`:
+    the chart's, also where there are fewer values, which then are wider."""
+    columns = columns_of(values, width)
+    if not columns or height <= 0:
+        return []
+    repeat = max(1, min(4, width // len(columns)))
+    span = (high - low) or 1.0
+    eighths = len(blocks) - 1
+    filled: list[int] = []
+    for value in columns:
+        share = min(1.0, max(0.0, (value - low) / span))
+        filled.append(max(1, round(share * height * eighths)))
+    rows: list[str] = []
+    for row in range(height - 1, -1, -1):
+        letters = [blocks[min(eighths, max(0, amount - row * eighths))] for amount in filled]
+        rows.append("".join(letter * repeat for letter in letters))
+    return rows

@@ -1,0 +1,69 @@
+"""Writes what each step did with its tokens into the run folder, turn by turn.
+
+Invariant: a folder that cannot be written is reported once; training goes on."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from invrl.interfaces import TokenRecord
+from invrl.store.trained_tokens import TrainedTurn, forget_steps, write_trained_tokens
+from invrl.types import TrainBatch, TrainSample
+
+logger = logging.getLogger(__name__)
+
+
+class TokenRecorder:
+    """Writes into `folder`, for a run that goes on after step `done`: what later steps left there is lost."""
+
+    def __init__(self, folder: Path, *, done: int) -> None:
+        self._folder = folder
+        self._failed = False
+        try:
+            forget_steps(folder, after_step=done)
+        except OSError:
+            logger.exception("the tokens of lost steps cannot be removed from %s", folder)
+
+    def record(self, step: int, batch: TrainBatch, records: Sequence[TokenRecord | None]) -> str:
+        """Writes the file of a step. `records`: one for each sample of the batch, or none. Returns a warning
+        for the console; "" if there is none."""
+        if not records or self._failed:
+            return ""
+        try:
+            write_trained_tokens(self._folder, step, trained_turns(batch, records))
+        except OSError as error:
+            self._failed = True
+            logger.exception("%s cannot be written", self._folder)
+            return f"warning: advantages and log-probs are not recorded from now on: {error}"
+        return ""
+
+
+def trained_turns(batch: TrainBatch, records: Sequence[TokenRecord | None]) -> list[TrainedTurn]:
+    """The turns of the batch that have a trained token, in the batch's order."""
+    turns: list[TrainedTurn] = []
+    for sample, record in zip(batch.samples, records, strict=True):
+        if record is not None:
+            turns += _turns_of_row(sample, record)
+    return turns
+
+
+def _turns_of_row(sample: TrainSample, record: TokenRecord) -> list[TrainedTurn]:
+    mask_T = sample.loss_mask_T
+    advantages_T = np.zeros(len(mask_T), np.float32)
+    advantages_T[mask_T] = record.advantages_N
+    logprobs_T = np.full(len(mask_T), np.nan, np.float32)
+    logprobs_T[mask_T] = record.logprobs_N
+    turns: list[TrainedTurn] = []
+    for turn_id, (start, end) in zip(sample.turn_ids, sample.turn_spans, strict=bool(sample.turn_spans)):
+        if mask_T[start:end].any():
+            turns.append(
+                TrainedTurn(
+                    turn_id=turn_id,
+                    trained_N=mask_T[start:end],
+                    advantages_N=advantages_T[start:end],
+                    logprobs_N=logprobs_T[start:end],
+                )
+            )
+    return turns

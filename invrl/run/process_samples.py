@@ -1,0 +1,123 @@
+"""Every few seconds: how busy engines and gateway are, and how much memory each kind of process holds.
+
+Invariants: a question that nobody answers leaves its part of the sample out; the run goes on. Engines are
+asked for the numbers that their scheduler has published already, so that none of its steps waits."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import httpx
+
+from invrl.engines.engine_server import EngineServer
+from invrl.errors import InvrlError
+from invrl.host.resident_memory import resident_memory
+from invrl.observe.sinks import Sink
+from invrl.run.cluster import Cluster, Serving
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import EndedTurns, RunStore
+from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
+
+logger = logging.getLogger(__name__)
+_ANSWER_S = 2.0
+
+
+async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float) -> None:
+    """Gives the observer a sample every `interval_s`, until it is cancelled. 0: none."""
+    if not interval_s:
+        return
+    with contextlib.closing(RunStore(folder.store_path)) as store:
+        async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S) as http:
+            sequence = await asyncio.to_thread(store.last_turn)
+            while True:
+                await asyncio.sleep(interval_s)
+                try:
+                    ended = await asyncio.to_thread(store.ended_turns, sequence)
+                    sequence = ended.sequence
+                    lag_s = await _loop_lag_s(cluster.serving, http)
+                    memory = await asyncio.to_thread(
+                        resident_memory, kinds_of(cluster), own="driver", others="ray"
+                    )
+                    sample = Sample(
+                        time=time.time(),
+                        engines=await _engine_samples(cluster.serving),
+                        gateway=replace(gateway_sample(ended, interval_s), loop_lag_s=lag_s),
+                        memory=memory,
+                    )
+                except Exception:
+                    logger.exception("a sample of the processes failed")
+                else:
+                    observer.sample(sample)
+
+
+def kinds_of(cluster: Cluster) -> Mapping[int, str]:
+    """What the processes of a run are, by pid. Those of Ray but the trainer's ranks are missing."""
+    serving = cluster.serving
+    kinds = {serving.gateway.process.pid: "gateway", serving.fleet.router.pid: "router"}
+    for name, engine in serving.fleet.engines.items():
+        if isinstance(engine.server, EngineServer):
+            kinds[engine.server.pid] = name
+    if cluster.trainer is not None:
+        kinds.update({pid: name for name, pid in cluster.trainer.local_pids().items()})
+    return kinds
+
+
+async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
+    """Of the engines that answer."""
+    engines = dict(serving.fleet.engines)
+    asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    samples: list[EngineSample] = []
+    for name, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, InvrlError):
+            logger.info("%s does not say how busy it is: %s", name, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            samples.append(
+                EngineSample(
+                    name=name,
+                    running=answer.running,
+                    waiting=answer.waiting,
+                    kv_use=answer.kv_use,
+                    cache_hit_rate=answer.cache_hit_rate or None,
+                    tokens_per_s=answer.tokens_per_s or None,
+                )
+            )
+    return tuple(samples)
+
+
+async def _loop_lag_s(serving: Serving, http: httpx.AsyncClient) -> float | None:
+    """The longest lag of a worker's event loop in the last minute; None if the gateway does not say."""
+    headers = {"Authorization": f"Bearer {serving.env_key}"}
+    try:
+        answer = await http.get(serving.gateway.url + "/metrics", headers=headers)
+        return float(answer.json()["loop_lag_ms"]["max"]) / 1000
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        logger.info("the gateway does not say its lag: %r", error)
+        return None
+
+
+def gateway_sample(ended: EndedTurns, seconds: float) -> GatewaySample:
+    """Of the turns that ended in these seconds."""
+    latencies = sorted(ended.seconds)
+    hit_rate = None
+    if ended.prompt_tokens:
+        hit_rate = ended.cached_tokens / ended.prompt_tokens
+    return GatewaySample(
+        requests=len(latencies),
+        latency_p50_s=_quantile(latencies, 0.5),
+        latency_p95_s=_quantile(latencies, 0.95),
+        cache_hit_rate=hit_rate,
+        tokens_per_s=ended.sampled_tokens / seconds,
+    )
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float | None:
+    """The value that so large a share does not exceed; None without values."""
+    if not ascending:
+        return None
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

@@ -1,0 +1,183 @@
+"""The run's `timeline.jsonl`: what the driver did when and what it waited for, how busy the processes were.
+
+One JSON object a line: the start of an incarnation, a span of time, or a sample of the processes. Times are
+Unix seconds. Invariants: a line that is torn or of an unknown kind is left out; there are at most two files,
+the newer one and the one before it, each of at most `MAX_BYTES` and a line."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+TIMELINE_NAME = "timeline.jsonl"
+EARLIER_NAME = "timeline.1.jsonl"
+MAX_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncarnationStart:
+    """A driver has begun to make steps after `step`."""
+
+    time: float
+    pid: int
+    step: int
+    restart: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What went on from `start` to `end`."""
+
+    lane: str
+    """Where the work was: driver, rollout, trainer, sync, checkpoint, evaluation or teacher."""
+    name: str
+    step: int
+    start: float
+    end: float
+    waits_for: str = ""
+    """What the driver waited for; "" where it worked itself."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the phases within it, which may overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSample:
+    """What SGLang says of one engine."""
+
+    name: str
+    running: int
+    """Requests that sample."""
+    waiting: int
+    """Requests in its queue."""
+    kv_use: float
+    """The share of the KV cache that is in use."""
+    cache_hit_rate: float | None = None
+    """The share of the last prompts' tokens that were in the cache. SGLang counts this and the next one only
+    with its own metrics on."""
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySample:
+    """Turns that ended since the last sample, and the event loop's lag in the last minute."""
+
+    requests: int
+    latency_p50_s: float | None = None
+    """From the beginning to the end of a turn: queue, prompt and sampling. None without a turn."""
+    latency_p95_s: float | None = None
+    loop_lag_s: float | None = None
+    """The longest, over all workers."""
+    cache_hit_rate: float | None = None
+    """The share of these turns' prompt tokens that the engines had in their caches."""
+    tokens_per_s: float | None = None
+    """Sampled tokens of these turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The processes at one time."""
+
+    time: float
+    engines: tuple[EngineSample, ...] = ()
+    gateway: GatewaySample | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Resident bytes, by kind of process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All that was read, in the order of the file."""
+
+    starts: tuple[IncarnationStart, ...] = ()
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+
+
+Entry = IncarnationStart | Span | Sample
+_KINDS: dict[str, type[Entry]] = {"start": IncarnationStart, "span": Span, "sample": Sample}
+_KIND_OF = {kind: name for name, kind in _KINDS.items()}
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class TimelineWriter:
+    """Appends to the timeline of the run folder `run`, after what earlier incarnations wrote. Raises
+    OSError."""
+
+    def __init__(self, run: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = run / TIMELINE_NAME
+        self._earlier_path = run / EARLIER_NAME
+        self._max_bytes = max_bytes
+        self._file = self._path.open("ab")
+        if self._file.tell() and not self._ends_with_line():
+            self._file.write(b"\n")  # a killed run left half a line
+
+    def write(self, entry: Entry) -> None:
+        """Writes a line at once, so that a killed run keeps it."""
+        fields: dict[str, Any] = {"kind": _KIND_OF[type(entry)], **msgspec.to_builtins(entry)}
+        self._file.write(json.dumps(_rounded(fields)).encode() + b"\n")
+        self._file.flush()
+        if self._file.tell() >= self._max_bytes:
+            self._rotate()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.close()
+        os.replace(self._path, self._earlier_path)
+        self._file = self._path.open("ab")
+
+    def _ends_with_line(self) -> bool:
+        with self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Milliseconds and tenths of a thousandth are enough, and shorter."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value
+
+
+def read_timeline(run: Path) -> Timeline:
+    """The timeline of a run folder, empty if there is none. Lines that are torn, or that this version does
+    not know, are left out."""
+    entries: list[Entry] = []
+    for name in (EARLIER_NAME, TIMELINE_NAME):
+        try:
+            content = (run / name).read_bytes()
+        except OSError:  # there is none, or it was rotated away meanwhile
+            continue
+        for line in content.split(b"\n"):
+            entry = _entry(line)
+            if entry is not None:
+                entries.append(entry)
+    return Timeline(
+        starts=_of_kind(entries, IncarnationStart),
+        spans=_of_kind(entries, Span),
+        samples=_of_kind(entries, Sample),
+    )
+
+
+def _of_kind(entries: list[Entry], kind: type[EntryT]) -> tuple[EntryT, ...]:
+    return tuple(entry for entry in entries if isinstance(entry, kind))
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        fields = msgspec.json.decode(line)
+        kind = _KINDS.get(fields.pop("kind", "")) if isinstance(fields, dict) else None
+        if kind is None:
+            return None
+        return msgspec.convert(fields, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+        return None

@@ -1,0 +1,384 @@
+"""One rollout in full, as the page shows it: what was said in each turn, why turns forked and what was not
+trained, what the ledger says, and the tokens of a turn.
+
+The texts are hostile: they are passed on as they are, as JSON, and the page never takes them for markup."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from invrl.buffer.ledger_store import KeptEntry, ledger_in
+from invrl.errors import RunStoreError
+from invrl.gateway.types import ADVICE, ForkReason, Message
+from invrl.store.rows import StoredSession
+from invrl.store.run_store import RunStore
+from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
+from invrl.types import FailedRollout, RolloutSummary, Turn
+from invrl.viewer.viewed_run import ViewedRun
+
+_MAX_TEXT = 100_000
+"""Characters of one text that are sent without being asked for."""
+_MAX_CONTEXT = 4_000
+"""Context ids of one turn that are sent without being asked for."""
+_CHILDREN = """
+    WITH RECURSIVE family(id) AS (
+        SELECT ?
+        UNION ALL
+        SELECT child.id FROM family JOIN sessions AS child ON child.parent_id = family.id
+        WHERE child.parent_id != ''
+    )
+    SELECT id, parent_id, state, reward, opened_at FROM sessions
+    WHERE id IN family AND parent_id != '' ORDER BY rowid
+"""
+_TURN_NUMBERS = (
+    "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
+)
+
+Row = dict[str, Any]
+
+
+def rollout_detail(run: ViewedRun, session_id: str, *, full: bool) -> Row | None:
+    """The body `Detail`; None if there is no such rollout. `full`: texts as long as they are. Raises
+    DamagedFileError or RunStoreError if the store cannot be read."""
+    with run.queries() as queries:
+        row = queries.row(session_id)
+        if row is None:
+            return None
+        group = queries.group_members(row["group_id"], row["purpose"])
+    with run.store.reading() as db:
+        return _DetailReader(run, db, row, full=full).detail(group)
+
+
+class _DetailReader:
+    def __init__(self, run: ViewedRun, db: sqlite3.Connection, row: Row, *, full: bool) -> None:
+        self._run = run
+        self._db = db
+        self._row = row
+        self._full = full
+        self._store = RunStore.through(db)
+        self._notes: list[str] = []
+        self._tool_lists: list[list[Row]] = []
+        self._tool_numbers: dict[bytes, int] = {}
+
+    def detail(self, group: list[Row]) -> Row | None:
+        session_id = self._row["session_id"]
+        try:
+            session = self._store.session(session_id)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RunStoreError(f"the row of {session_id} in the store is damaged: {error}") from error
+        if session is None:
+            return None
+        summary = _summary_of(session)
+        return {
+            "row": self._row,
+            "detail": session.outcome.detail if isinstance(session.outcome, FailedRollout) else "",
+            "numbers": dict(summary.numbers) if summary else dict(session.numbers),
+            "sampling": session.session.sampling,
+            "limits": session.session.limits,
+            "rewards": _rewards_of(session),
+            "ledger": self._ledger(),
+            "children": self._children(),
+            "group": group,
+            "turns": self._turns(session, summary),
+            "tool_lists": self._tool_lists,
+            "notes": self._notes,
+        }
+
+    def _ledger(self) -> list[Row]:
+        if self._row["purpose"] != "train":
+            return []
+        try:
+            kept = ledger_in(self._db, group_id=self._row["group_id"])
+        except RunStoreError as error:
+            self._notes.append(str(error))
+            return []
+        place = (self._row["index"], self._row["attempt"])
+        return [
+            _entry_row(entry)
+            for entry in kept
+            if (entry.entry.place.index, entry.entry.place.attempt) == place
+        ]
+
+    def _children(self) -> list[Row]:
+        names = ("session_id", "parent_id", "state", "reward", "opened_at")
+        rows = self._db.execute(_CHILDREN, (self._row["session_id"],))
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def _turns(self, session: StoredSession, summary: RolloutSummary | None) -> list[Row]:
+        family = self._store.family(self._row["session_id"])
+        trained = self._trained_turns()
+        numbers: dict[str, dict[str, float]] = {}
+        for turn_id, name, number in self._db.execute(_TURN_NUMBERS, (msgspec.json.encode(family).decode(),)):
+            if turn_id:
+                numbers.setdefault(turn_id, {})[name] = number
+        try:
+            recorded = [of_turn for member in family for of_turn in self._store.recorded_turns(member)]
+        except (KeyError, ValueError, msgspec.MsgspecError) as error:
+            raise RunStoreError(f"the turns of {self._row['session_id']} are damaged: {error}") from error
+        recorded.sort(key=lambda of_turn: of_turn[0].finished_at)
+        untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
+        rows: list[Row] = []
+        for turn, messages, tools in recorded:
+            row = self._turn_row(turn, messages, tools)
+            reason = _why_not_trained(turn, self._row, in_untrained=turn.id in untrained)
+            was_trained = None
+            if trained is not None:
+                was_trained = turn.id in trained and bool(trained[turn.id].trained_N.any())
+            elif reason:
+                was_trained = False
+            reward = session.turn_rewards.get(turn.id)
+            row["trained"] = was_trained
+            row["why_not_trained"] = "" if was_trained else reason
+            row["reward"] = reward.value if reward else None
+            row["numbers"] = numbers.get(turn.id, {})
+            rows.append(row)
+        return rows
+
+    def _trained_turns(self) -> Mapping[str, TrainedTurn] | None:
+        """Of the rollout's step; None if the run did not record them."""
+        return trained_turns(self._run, self._row, self._notes)
+
+    def _turn_row(self, turn: Turn, encoded: bytes, tools: bytes) -> Row:
+        messages = _decode_messages(encoded, turn.id, self._notes)
+        reply = messages[-1] if messages else Message("assistant")
+        return {
+            "id": turn.id,
+            "session_id": turn.session_id,
+            "parent_id": turn.parent_id,
+            "fork_reason": turn.fork_reason,
+            "fork_advice": fork_advice(turn.fork_reason),
+            "messages": [_message_row(message, full=self._full) for message in messages[:-1]],
+            "restarts": turn.parent_id is None or bool(turn.fork_reason),
+            "reply": _message_row(reply, full=self._full),
+            "tools": self._tools_number(tools),
+            "finish_reason": turn.finish_reason,
+            "spans": turn.spans,
+            "delivered": turn.delivered,
+            "trainable": turn.trainable,
+            "temperature": turn.temperature,
+            "prompt_tokens": turn.prompt_tokens,
+            "cached_tokens": turn.cached_tokens,
+            "context_tokens": len(turn.context_ids_T),
+            "sampled_tokens": len(turn.sampled_ids_T),
+            "started_at": turn.started_at,
+            "finished_at": turn.finished_at,
+            "constrained": turn.constrained,
+            "logprob_mean": _mean(turn.logprobs_T),
+            "logprob_min": _least(turn.logprobs_T),
+        }
+
+    def _tools_number(self, tools: bytes) -> int | None:
+        """The place of the turn's tools in `tool_lists`."""
+        number = self._tool_numbers.get(tools)
+        if number is not None:
+            return number
+        try:
+            decoded = msgspec.json.decode(tools, type=list[dict[str, Any]])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._notes.append("tools of a turn cannot be read")
+            decoded = []
+        if not decoded:
+            return None
+        names = ("name", "description", "parameters")
+        self._tool_lists.append([{name: str(tool.get(name, "")) for name in names} for tool in decoded])
+        self._tool_numbers[tools] = len(self._tool_lists) - 1
+        return self._tool_numbers[tools]
+
+
+def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
+    """The tokens of a turn with their numbers; None if there is no such turn. Raises as `rollout_detail`."""
+    notes: list[str] = []
+    with run.store.reading() as db:
+        found = db.execute("SELECT session_id FROM turns WHERE id=?", (turn_id,)).fetchone()
+        if found is None:
+            return None
+        session_id = found[0]
+        turn = next(turn for turn in RunStore.through(db).turns(session_id) if turn.id == turn_id)
+        sql = "SELECT name, numbers FROM token_numbers WHERE turn_id=?"
+        numbers = {
+            name: np.frombuffer(body, np.float32).tolist() for name, body in db.execute(sql, (turn_id,))
+        }
+    with run.queries() as queries:
+        row = queries.row(session_id)
+    start = 0
+    if not full:
+        start = max(0, len(turn.context_ids_T) - _MAX_CONTEXT)
+    context_ids = turn.context_ids_T[start:].tolist()
+    sampled_ids = turn.sampled_ids_T.tolist()
+    reader = run.token_reader()
+    if reader is None:
+        notes.append("no text of tokens: neither the run folder nor its model's folder has a tokenizer")
+    sampled: Row = {
+        "ids": sampled_ids,
+        "texts": reader.texts(sampled_ids) if reader else None,
+        "logprobs": turn.logprobs_T.tolist(),
+        "versions": turn.versions_T.tolist(),
+        "trained": None,
+        "advantages": None,
+        "trainer_logprobs": None,
+        "numbers": numbers,
+    }
+    trained = trained_turns(run, row, notes) if row else None
+    if trained is not None:
+        sampled |= _trained_values(trained.get(turn_id), len(sampled_ids), notes)
+    return {
+        "turn_id": turn.id,
+        "session_id": session_id,
+        "step": row["step"] if row else None,
+        "context": {
+            "total": len(turn.context_ids_T),
+            "start": start,
+            "ids": context_ids,
+            "texts": reader.texts(context_ids) if reader else None,
+        },
+        "sampled": sampled,
+        "notes": notes,
+    }
+
+
+def trained_turns(run: ViewedRun, row: Row, notes: list[str]) -> Mapping[str, TrainedTurn] | None:
+    """What the step of a rollout trained, by turn; None if that was not recorded. `notes` is told of a file
+    that cannot be read."""
+    folder = run.folder.trained_tokens_path
+    step = row["step"]
+    if row["purpose"] != "train" or row["state"] != "trained" or step is None:
+        return None
+    try:
+        if step not in recorded_steps(folder):
+            return None
+        return read_trained_tokens(folder, step)
+    except (RunStoreError, OSError) as error:
+        notes.append(str(error))
+        return None
+
+
+def _trained_values(turn: TrainedTurn | None, length: int, notes: list[str]) -> Row:
+    if turn is None:  # the step is recorded and did not train this turn
+        return {"trained": [False] * length, "advantages": [0.0] * length, "trainer_logprobs": None}
+    if len(turn.trained_N) != length:
+        notes.append("the record of what was trained has another number of tokens than the turn")
+        return {}
+    return {
+        "trained": turn.trained_N.tolist(),
+        "advantages": turn.advantages_N.tolist(),
+        "trainer_logprobs": turn.logprobs_N.tolist(),
+    }
+
+
+def fork_advice(reason: str) -> str:
+    """What a user can do about a fork; "" for none, and for a reason that this version does not know."""
+    if reason not in set(ForkReason):
+        return ""
+    return ADVICE[ForkReason(reason)]
+
+
+def _summary_of(session: StoredSession) -> RolloutSummary | None:
+    outcome = session.outcome
+    if isinstance(outcome, FailedRollout):
+        return outcome.partial
+    return outcome
+
+
+def _rewards_of(session: StoredSession) -> list[Row]:
+    rows: list[Row] = []
+    for of, rewards in (("turn", session.turn_rewards), ("branch", session.branch_rewards)):
+        for turn_id, reward in rewards.items():
+            rows.append(
+                {"of": of, "turn_id": turn_id, "reward": reward.value, "components": dict(reward.components)}
+            )
+    return rows
+
+
+def _entry_row(kept: KeptEntry) -> Row:
+    entry = kept.entry
+    step = None
+    if entry.batch_id is not None:
+        step = entry.batch_id + 1
+    return {
+        "incarnation": kept.incarnation,
+        "sequence": entry.sequence,
+        "at": kept.at,
+        "state": str(entry.state),
+        "reason": entry.reason,
+        "failure": entry.failure,
+        "detail": entry.detail,
+        "batch_id": entry.batch_id,
+        "step": step,
+        "lost": kept.lost,
+    }
+
+
+def _below_untrained_roots(turns: Sequence[Turn], summary: RolloutSummary | None) -> set[str]:
+    """The turns of conversations that are not trained, from their roots down."""
+    found: set[str] = set(summary.untrained_roots) if summary else set()
+    for turn in turns:  # parents end before their children
+        if turn.parent_id in found:
+            found.add(turn.id)
+    return found
+
+
+def _why_not_trained(turn: Turn, row: Row, *, in_untrained: bool) -> str:
+    """ "" if the turn was trained or may still be."""
+    if not turn.delivered:
+        return "its answer did not reach the agent whole"
+    if turn.finish_reason == "abort":
+        return "it was cancelled"
+    if not turn.trainable:
+        return "a grammar forced its tokens, and the trainer does not know the grammar"
+    if in_untrained:
+        return "its conversation stands beside the main one, and such are not trained"
+    if row["purpose"] != "train":
+        return "the rollout is not of training"
+    if row["state"] == "dropped":
+        return f"the rollout was dropped: {row['reason']}"
+    if row["state"] == "failed":
+        return f"the rollout failed: {row['failure']}"
+    if row["state"] == "lost":
+        return "a later incarnation of the run resumed from before it"
+    if row["state"] == "abandoned":
+        return "the run stopped before the rollout ended"
+    return ""
+
+
+def _decode_messages(encoded: bytes, turn_id: str, notes: list[str]) -> list[Message]:
+    try:
+        return msgspec.json.decode(encoded, type=list[Message])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        notes.append(f"the messages of turn {turn_id} cannot be read: {error}")
+        return []
+
+
+def _message_row(message: Message, *, full: bool) -> Row:
+    """A message with texts that are cut, unless `full`."""
+    limit = None if full else _MAX_TEXT
+    texts = [message.content, message.reasoning, *(call.arguments for call in message.tool_calls)]
+    return {
+        "role": message.role,
+        "content": message.content[:limit],
+        "reasoning": message.reasoning[:limit],
+        "tool_calls": [
+            {"id": call.id, "name": call.name, "arguments": call.arguments[:limit]}
+            for call in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id,
+        "instructions": message.instructions,
+        "characters": message.characters,
+        "cut": limit is not None and any(len(text) > limit for text in texts),
+    }
+
+
+def _mean(logprobs_T: np.ndarray) -> float | None:
+    if not len(logprobs_T):
+        return None
+    return float(logprobs_T.mean())
+
+
+def _least(logprobs_T: np.ndarray) -> float | None:
+    if not len(logprobs_T):
+        return None
+    return float(logprobs_T.min())

@@ -1,0 +1,171 @@
+"""Writes the page and the data of runs as files that open from disk, without a server, to send to someone.
+
+A browser lets a page from disk read no file but scripts. So each answer of the server is one script that
+hands it to the page, and `data/manifest.js` names them all. Whoever gets the folder can read the
+conversations in it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from invrl import __version__
+from invrl.errors import ConfigError, InvrlError
+from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.page_server import PAGE_FOLDER, encoded, runs_page
+from invrl.viewer.rollout_queries import RolloutQueries
+from invrl.viewer.run_pages import (
+    configurations_page,
+    engines_page,
+    evaluations_page,
+    ledger_page,
+    metric_names_page,
+    metrics_page,
+    timeline_page,
+    weights_page,
+)
+from invrl.viewer.viewed_run import ViewedRun
+
+_ALL = -1
+"""As a limit of rows: none."""
+_ORDERS = ("best", "worst", "surprising", "opened_at")
+"""Which rollouts are exported with their conversations: those that come first, in turns."""
+_NO_PAGE = ("README.md",)
+
+Say = Callable[[str], None]
+
+
+def export_runs(runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: Say) -> None:
+    """Writes into `folder`, which must not exist or be empty. `rollouts`: conversations of each run; 0: all.
+    `say` is told of the progress. Raises ConfigError if the folder cannot be written."""
+    _make_folder(folder)
+    for run in runs:
+        _index_whole(run, say)
+    writer = _ScriptWriter(folder / "data")
+    left_out: dict[str, int] = {}
+    writer.write("runs", runs_page(runs))
+    writer.write("config", configurations_page(runs))
+    writer.write("metric-names", metric_names_page(runs, ""))
+    writer.write("metrics", metrics_page(runs, None))
+    for run in runs:
+        for name, page in _pages_of(run):
+            writer.write(f"runs/{run.id}/{name}", page)
+        left_out[run.id] = _write_rollouts(run, writer, rollouts, say)
+    manifest = {
+        "created": time.time(),
+        "version": __version__,
+        "files": writer.files,
+        "left_out": left_out,
+    }
+    (folder / "data" / "manifest.js").write_bytes(b"window.invrlExport = " + _literal(manifest) + b";\n")
+    say(f"written: {folder / 'index.html'}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("--export", str(folder), "it exists and is not empty", "name a new folder")
+        shutil.copytree(
+            PAGE_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NO_PAGE, "__pycache__")
+        )
+        (folder / "data").mkdir(exist_ok=True)
+    except OSError as error:
+        fix = "name a folder that can be written"
+        raise ConfigError("--export", str(folder), f"it cannot be written: {error}", fix) from error
+
+
+def _index_whole(run: ViewedRun, say: Say) -> None:
+    """Fills the index to the end of what the run has now."""
+    never = threading.Event()
+    told = time.monotonic()
+    while "index" in run.refresh(never):
+        if time.monotonic() - told > 2.0:
+            told = time.monotonic()
+            state = run.index_state
+            say(
+                f"{run.id}: {state.rollouts_indexed:,} of {state.rollouts:,} rollouts and "
+                f"{state.turns_indexed:,} of {state.turns:,} turns indexed"
+            )
+    run.close()
+
+
+def _pages_of(run: ViewedRun) -> Iterator[tuple[str, Any]]:
+    """The pages of a run that can be made: a run without a store has fewer."""
+    yield "timeline", timeline_page(run, 0.0)
+    yield "engines", engines_page(run, 0.0)
+    yield "weights", weights_page(run)
+    yield "evaluations", evaluations_page(run, None)
+    pages: dict[str, Callable[[RolloutQueries], Any]] = {
+        "steps": lambda queries: queries.steps(),
+        "groups": lambda queries: queries.groups({}, limit=_ALL),
+        "rollouts": lambda queries: queries.rollouts({}, limit=_ALL),
+        "facets": lambda queries: queries.facets({}),
+        "tasks": lambda queries: queries.tasks({}, limit=_ALL),
+    }
+    with contextlib.suppress(InvrlError):  # the run's notes, which are exported too, say why
+        yield "ledger", ledger_page(run)
+    with contextlib.suppress(InvrlError), run.queries() as queries:
+        for name, page in pages.items():
+            yield name, page(queries)
+
+
+def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say) -> int:
+    """Writes conversations and tokens; returns how many rollouts are left out."""
+    try:
+        with run.queries() as queries:
+            orders = [_ids_in_order(queries, order) for order in _ORDERS]
+    except InvrlError:
+        return 0
+    total = len(orders[0])
+    chosen = _in_turns(orders, count or total)
+    for number, session_id in enumerate(chosen, 1):
+        detail = rollout_detail(run, session_id, full=True)
+        if detail is None:
+            continue
+        writer.write(f"runs/{run.id}/rollouts/{session_id}", detail)
+        for turn in detail["turns"]:
+            tokens = turn_tokens(run, turn["id"], full=True)
+            writer.write(f"runs/{run.id}/turns/{turn['id']}/tokens", tokens)
+        if number % 100 == 0:
+            say(f"{run.id}: {number:,} of {len(chosen):,} conversations written")
+    return total - len(chosen)
+
+
+def _ids_in_order(queries: RolloutQueries, order: str) -> list[str]:
+    rows = queries.rollouts({"sort": [order]}, limit=_ALL)["rows"]
+    return [row["session_id"] for row in rows]
+
+
+def _in_turns(orders: Sequence[Sequence[str]], count: int) -> list[str]:
+    """The first `count` different ids: the first of each order, the second of each, and so on."""
+    chosen: dict[str, None] = {}
+    for first_of_each in zip(*orders, strict=True):
+        for session_id in first_of_each:
+            if len(chosen) < count:
+                chosen[session_id] = None
+    return list(chosen)
+
+
+class _ScriptWriter:
+    """One script per answer. Their names are numbers: ids may hold anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files: dict[str, str] = {}
+        """By the path of the API, without its `api/`."""
+
+    def write(self, path: str, body: Any) -> None:
+        name = f"{len(self.files) + 1:06d}.js"
+        script = b"window.invrlData(" + _literal(path) + b", " + _literal(body) + b");\n"
+        (self._folder / name).write_bytes(script)
+        self.files[path] = f"data/{name}"
+
+
+def _literal(body: Any) -> bytes:
+    """As a literal of JavaScript that ends no script element, wherever the text is put."""
+    return encoded(body).replace(b"<", b"\\u003c")

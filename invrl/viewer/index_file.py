@@ -1,0 +1,145 @@
+"""The private index of a run's rollouts: one SQLite file in the user's cache folder, with one row per rollout
+and a full-text index of what was said in its turns.
+
+Invariant: everything in it can be computed again from the run folder. An index of another version of the
+viewer, or of another run that lay at the same path, is removed."""
+
+import hashlib
+import os
+import sqlite3
+from pathlib import Path
+
+from invrl.host.private_file import make_private
+
+INDEX_VERSION = 1
+"""Raised with every change of the tables or of what is put into them."""
+TURN_BITS = 20
+"""A document of the full-text index is a turn: its row is the rollout's row shifted by this, plus the number
+of the turn in the rollout."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE rollouts (
+  id INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, task TEXT NOT NULL,
+  group_id TEXT NOT NULL, "index" INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL,
+  evaluation TEXT NOT NULL DEFAULT '', step INTEGER, state TEXT NOT NULL, reason TEXT, failure TEXT,
+  detail TEXT NOT NULL DEFAULT '', reward REAL, components TEXT NOT NULL DEFAULT '{}', turns INTEGER,
+  sampled_tokens INTEGER, truncated INTEGER NOT NULL DEFAULT 0, forks INTEGER NOT NULL DEFAULT 0,
+  fork_reasons TEXT NOT NULL DEFAULT '{}', oldest_version INTEGER, newest_version INTEGER,
+  staleness INTEGER, opened_at REAL NOT NULL, seconds REAL, advantage REAL, logprob REAL, gap REAL,
+  surprise REAL, ended INTEGER NOT NULL DEFAULT 0, trained INTEGER NOT NULL DEFAULT 0,
+  turns_read INTEGER NOT NULL DEFAULT 0, logprob_sum REAL NOT NULL DEFAULT 0,
+  logprob_count INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX rollouts_of_group ON rollouts (group_id);
+CREATE INDEX rollouts_of_task ON rollouts (task);
+CREATE INDEX rollouts_of_step ON rollouts (step);
+CREATE INDEX rollouts_not_ended ON rollouts (id) WHERE ended = 0;
+CREATE TABLE children (session_id TEXT PRIMARY KEY, rollout INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE forks (reason TEXT NOT NULL, rollout INTEGER NOT NULL, count INTEGER NOT NULL,
+  PRIMARY KEY (reason, rollout)) WITHOUT ROWID;
+CREATE TABLE component_values (name TEXT NOT NULL, rollout INTEGER NOT NULL, value REAL,
+  PRIMARY KEY (name, rollout)) WITHOUT ROWID;
+CREATE TABLE places (group_id TEXT NOT NULL, "index" INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  session_id TEXT NOT NULL, PRIMARY KEY (group_id, "index", attempt)) WITHOUT ROWID;
+CREATE TABLE fates (session_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT, step INTEGER)
+  WITHOUT ROWID;
+CREATE VIRTUAL TABLE said USING fts5(
+  text, content='', tokenize="unicode61 remove_diacritics 2", prefix='2 3');
+"""
+
+
+def cache_folder() -> Path:
+    """Where indexes lie: below $XDG_CACHE_HOME, or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "invrl" / "viewer"
+
+
+def folder_of_run(cache: Path, run: Path) -> Path:
+    """The folder for what is computed of the run at this path."""
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]
+    return cache / digest
+
+
+class IndexFile:
+    """The index at `folder`/index.sqlite. Any number of processes may read it; one fills it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "index.sqlite"
+
+    def open_for(self, identity: str) -> sqlite3.Connection:
+        """A connection that writes. `identity`: of the run; the index of another one is removed first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        db = self._opened()
+        try:
+            if _read_meta(db, "identity") == identity:
+                return db
+        except sqlite3.DatabaseError:
+            pass  # no tables yet, or a damaged file
+        db.close()
+        return self.made_anew(identity)
+
+    def made_anew(self, identity: str) -> sqlite3.Connection:
+        """As `open_for`, for a run that the index does not fit any more."""
+        for ending in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+        db = self._opened()
+        db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        set_meta(db, "identity", identity)
+        return db
+
+    def _opened(self) -> sqlite3.Connection:
+        make_private(self.path)
+        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=OFF")  # it can be computed again
+            db.execute("PRAGMA cache_size=-65536")
+        except sqlite3.DatabaseError:
+            db.close()
+            self.path.unlink(missing_ok=True)
+            return self._opened()
+        return db
+
+    def reading(self) -> sqlite3.Connection | None:
+        """A connection that reads; None while there is no index."""
+        if not self.path.exists():
+            return None
+        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA query_only=1")
+        db.execute("PRAGMA mmap_size=1073741824")
+        db.execute("PRAGMA cache_size=-32768")
+        try:
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name='said'").fetchone() is None:
+                db.close()
+                return None
+        except sqlite3.DatabaseError:
+            db.close()
+            return None
+        return db
+
+
+def _read_meta(db: sqlite3.Connection, key: str) -> object:
+    row = db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+    if row is None:
+        return None
+    return row[0]
+
+
+def meta_number(db: sqlite3.Connection, key: str) -> int:
+    """0 if it is not set."""
+    value = _read_meta(db, key)
+    if isinstance(value, int):
+        return value
+    return 0
+
+
+def meta_text(db: sqlite3.Connection, key: str) -> str:
+    """ "" if it is not set."""
+    value = _read_meta(db, key)
+    if isinstance(value, str):
+        return value
+    return ""
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))

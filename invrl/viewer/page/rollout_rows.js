@@ -1,0 +1,24 @@
+// Rows of rollouts by filters, sort and place: from the server, or out of an export.
+"use strict";
+invrl.rollout_rows = (() => {
+  const { get, isExport, pathOf } = invrl.api;
+  const { chosenRows, facetsOf } = invrl.query;
+
+  /** {total, rows, searched} */
+  async function rolloutRows(run, filters, limit, offset, signal) {
+    const path = `runs/${pathOf(run.id)}/rollouts`;
+    if (!isExport()) return get(path, { ...filters, limit, offset }, signal);
+    const { rows } = await get(path);
+    const chosen = chosenRows(rows, filters);
+    return { total: chosen.length, rows: chosen.slice(offset, offset + limit), searched: null };
+  }
+
+  /** Counts for the form of filters. */
+  async function rolloutFacets(run, filters, signal) {
+    if (!isExport()) return get(`runs/${pathOf(run.id)}/facets`, filters, signal);
+    const { rows } = await get(`runs/${pathOf(run.id)}/rollouts`);
+    return facetsOf(chosenRows(rows, filters));
+  }
+
+  return { rolloutRows, rolloutFacets };
+})();

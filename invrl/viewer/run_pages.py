@@ -1,0 +1,373 @@
+"""What the page shows of a run as a whole: ledger, evaluations, weights, processes over time, settings."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from invrl.buffer.ledger_store import (
+    Incarnation,
+    check_lineage,
+    first_lost_sequences,
+    incarnations_in,
+    ledger_in,
+)
+from invrl.errors import BufferStateError, DamagedFileError, RunStoreError
+from invrl.store.rows import outcome_from_json
+from invrl.store.timeline_file import Span, read_timeline
+from invrl.types import FailedRollout
+from invrl.viewer.metrics_table import MetricsTable, Point
+from invrl.viewer.rollout_queries import Page
+from invrl.viewer.viewed_run import ViewedRun
+
+_LAST_STATES = """
+    SELECT state, reason, failure, ends, COUNT(*) FROM (
+        SELECT state, reason, failure, SUM(state IN ('trained', 'dropped')) AS ends,
+            MAX((incarnation << 44) | sequence)  -- the row of the maximum gives the other columns
+        FROM ledger WHERE {surviving} GROUP BY group_id, "index", attempt)
+    GROUP BY state, reason, failure, ends
+"""
+_BATCHES = """
+    SELECT COUNT(DISTINCT batch_id), COALESCE(MAX(batch_id), -1) FROM ledger
+    WHERE state='trained' AND ({surviving})
+"""
+_MAX_FAILURES = 5_000
+"""The newest failed rollouts, whose texts are read."""
+_SESSIONS_SHOWN = 10
+_PASS_AT = re.compile(r"pass_at_(\d+)")
+_SCORES = (
+    "samples",
+    "failed",
+    "reward_mean",
+    "reward_mean_low",
+    "reward_mean_high",
+    "accuracy",
+    "accuracy_low",
+    "accuracy_high",
+)
+Row = dict[str, Any]
+
+# ------------------------------------------------------------------ the ledger
+
+
+def ledger_page(run: ViewedRun) -> Row:
+    """Where every rollout ended, and why. Raises DamagedFileError or RunStoreError."""
+    with run.store.reading() as db:
+        incarnations = incarnations_in(db)
+        lost = _lost_counts(db, incarnations)
+        bounds = _surviving(first_lost_sequences(incarnations))
+        places = db.execute(_LAST_STATES.format(surviving=bounds)).fetchall()
+        [batches, newest] = db.execute(_BATCHES.format(surviving=bounds)).fetchone()
+        lineage = "ok"
+        has_ended = run.folder.finished_path.exists()
+        # The whole check reads every entry: it is made only to name what is broken.
+        if batches != newest + 1 or any(
+            _is_broken(state, ends, has_ended) for state, _, _, ends, _ in places
+        ):
+            try:
+                check_lineage(ledger_in(db), ended=has_ended)
+            except BufferStateError as error:
+                lineage = str(error)
+    counts: Counter[tuple[str, str | None, str | None]] = Counter()
+    for state, reason, failure, _, count in places:
+        counts[state, reason, failure] += count
+    return {
+        "incarnations": _incarnation_rows(incarnations, lost),
+        "counts": [
+            {"state": state, "reason": reason, "failure": failure, "count": count}
+            for (state, reason, failure), count in counts.most_common()
+        ],
+        "lineage": lineage,
+        "failures": _failures(run),
+    }
+
+
+def _surviving(lost_from: Mapping[int, float]) -> str:
+    """A condition on the entries of the surviving lineage. `lost_from`: see `first_lost_sequences`."""
+    bounds: list[str] = []
+    for number, bound in lost_from.items():
+        condition = f"incarnation={number}"
+        if math.isfinite(bound):
+            condition += f" AND sequence<{int(bound)}"
+        bounds.append(f"({condition})")
+    return " OR ".join(bounds) or "0"
+
+
+def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
+    """Whether a place with this last state and so many ends breaks what `check_lineage` checks."""
+    if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
+        return True
+    return has_ended and ends == 0
+
+
+def _incarnation_rows(incarnations: Iterable[Incarnation], lost: Mapping[int, int]) -> list[Row]:
+    return [
+        {
+            "number": incarnation.number,
+            "parent": incarnation.parent,
+            "step": incarnation.step,
+            "sequence": incarnation.sequence,
+            "started_at": incarnation.started_at,
+            "lost": lost.get(incarnation.number, 0),
+        }
+        for incarnation in incarnations
+    ]
+
+
+def _failures(run: ViewedRun) -> list[Row]:
+    """Failed rollouts by reason and last line of what they say, the most frequent first."""
+    with run.queries() as queries:
+        failed_ids = [session_id for session_id, _ in queries.failures()][:_MAX_FAILURES]
+    kinds: dict[tuple[str, str], Row] = {}
+    sql = "SELECT id, outcome FROM sessions WHERE id IN (SELECT value FROM json_each(?))"
+    with run.store.reading() as db:
+        for session_id, body in db.execute(sql, (json.dumps(failed_ids),)):
+            outcome = outcome_from_json(body)
+            if not isinstance(outcome, FailedRollout):
+                continue
+            line = outcome.detail.strip().rpartition("\n")[2][:300]
+            kind = kinds.setdefault(
+                (str(outcome.reason), line),
+                {
+                    "failure": str(outcome.reason),
+                    "line": line,
+                    "detail": outcome.detail,
+                    "count": 0,
+                    "session_ids": [],
+                },
+            )
+            kind["count"] += 1
+            if len(kind["session_ids"]) < _SESSIONS_SHOWN:
+                kind["session_ids"].append(session_id)
+    return sorted(kinds.values(), key=lambda kind: -kind["count"])
+
+
+# ------------------------------------------------------------------ evaluations
+
+
+def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
+    """Scores over steps, and the rewards of every held-out task. `page`: which tasks; None: all."""
+    names = [name for name in run.metrics.names() if name.startswith("eval/")]
+    scores: dict[tuple[int, str], Row] = {}
+    for name, points in run.metrics.series(names).items():
+        evaluation, _, measure = name.removeprefix("eval/").rpartition("/")
+        if not evaluation:
+            continue  # the held-out loss of a run on a file
+        for step, _, value in points:
+            score = scores.setdefault((step, evaluation), _empty_score(step, evaluation))
+            _put_measure(score, measure, value)
+    tasks = _task_rewards(run)
+    chosen = tasks
+    if page is not None:
+        chosen = tasks[page.offset : page.offset + page.limit]
+    return {
+        "scores": [scores[key] for key in sorted(scores)],
+        "tasks": {"total": len(tasks), "rows": chosen},
+    }
+
+
+def _empty_score(step: int, evaluation: str) -> Row:
+    return {"step": step, "name": evaluation, **dict.fromkeys(_SCORES), "pass_at": {}}
+
+
+def _put_measure(score: Row, measure: str, value: float | None) -> None:
+    if measure in ("samples", "failed"):
+        score[measure] = None if value is None else int(value)
+        return
+    if measure in _SCORES:
+        score[measure] = value
+        return
+    base, _, bound = measure.rpartition("_")
+    place = {"low": 1, "high": 2}.get(bound, 0)
+    matched = _PASS_AT.fullmatch(base if place else measure)
+    if matched:
+        score["pass_at"].setdefault(matched[1], [None, None, None])[place] = value
+
+
+def _task_rewards(run: ViewedRun) -> list[Row]:
+    """Of every held-out task, those that changed most first."""
+    try:
+        with run.queries() as queries:
+            rewards = queries.held_out_rewards()
+    except RunStoreError:
+        return []
+    rows: list[Row] = []
+    for (task_id, name), by_step in rewards.items():
+        steps = sorted(by_step, key=int)
+        first = _mean(by_step[steps[0]])
+        last = _mean(by_step[steps[-1]])
+        gain = None
+        if len(steps) > 1 and first is not None and last is not None:
+            gain = last - first
+        rows.append({"task_id": task_id, "name": name, "by_step": by_step, "gain": gain})
+    return sorted(rows, key=lambda row: (-abs(row["gain"] or 0.0), row["name"], row["task_id"]))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return fmean(known)
+
+
+# ------------------------------------------------------------------ weights and processes
+
+
+def weights_page(run: ViewedRun) -> Row:
+    """Updates of the engines' weights, the run's lives, and what the metrics say of the engines."""
+    names = run.metrics.names()
+    updates: dict[int, Row] = {}
+    for name, points in run.metrics.series(name for name in names if name.startswith("sync/")).items():
+        measure = name.removeprefix("sync/")
+        for step, moment, value in points:
+            update = updates.setdefault(step, _empty_update(step, moment))
+            if measure.endswith("_s"):
+                update["seconds"][measure.removesuffix("_s")] = value
+            elif measure == "version":
+                update["version"] = None if value is None else int(value)
+            elif measure in update:
+                update[measure] = value
+    incarnations: list[Row] = []
+    try:
+        with run.store.reading() as db:
+            found = incarnations_in(db)
+            lost = _lost_counts(db, found)
+        incarnations = _incarnation_rows(found, lost)
+    except (DamagedFileError, RunStoreError):
+        pass  # the run's notes say why
+    engines = run.metrics.series(name for name in names if name.startswith(("engine", "fleet")))
+    return {
+        "updates": [updates[step] for step in sorted(updates)],
+        "incarnations": incarnations,
+        "engines": engines,
+    }
+
+
+def _lost_counts(db: Any, incarnations: Sequence[Incarnation]) -> dict[int, int]:
+    lost_from = first_lost_sequences(incarnations)
+    sql = "SELECT COUNT(*) FROM ledger WHERE incarnation=? AND sequence>=?"
+    counts: dict[int, int] = {}
+    for incarnation in incarnations:
+        first_lost = lost_from.get(incarnation.number, 0)
+        [counts[incarnation.number]] = db.execute(sql, (incarnation.number, first_lost)).fetchone()
+    return counts
+
+
+def _empty_update(step: int, moment: float | None) -> Row:
+    return {
+        "step": step,
+        "time": moment,
+        "version": None,
+        "bytes": None,
+        "seconds": {},
+        "canary_max_gap": None,
+        "canary_mean_gap": None,
+    }
+
+
+def timeline_page(run: ViewedRun, after: float) -> Row:
+    """Spans that end after `after` (Unix seconds). A run that recorded none has one span per step."""
+    timeline = read_timeline(run.folder.path)
+    phase = run.phase()
+    now = None
+    if run.is_live() and phase:
+        now = {"phase": phase.get("phase", ""), "step": phase.get("step", 0), "since": phase.get("since")}
+    spans: Sequence[Span] = timeline.spans
+    if not spans:
+        spans = _spans_of_steps(run.metrics)
+    return {
+        "recorded": bool(timeline.spans),
+        "starts": timeline.starts,
+        "spans": [span for span in spans if span.end >= after],
+        "now": now,
+        "notes": [],
+    }
+
+
+def _spans_of_steps(metrics: MetricsTable) -> list[Span]:
+    """From one row of the metrics to the next, with the durations that the row names."""
+    names = [name for name in metrics.names() if "/time/" in name or name.startswith("sync/")]
+    timed = [name for name in names if name.endswith("_s")]
+    ends: dict[int, float] = {}
+    parts: dict[int, dict[str, float]] = {}
+    for name, points in metrics.series(timed).items():
+        for step, moment, value in points:
+            if moment is not None:
+                ends[step] = moment
+            if value is not None:
+                parts.setdefault(step, {})[name.removesuffix("_s")] = value
+    ordered = sorted(ends.items())
+    spans: list[Span] = []
+    for (_, start), (step, end) in pairwise(ordered):
+        spans.append(
+            Span(lane="driver", name="step", step=step, start=start, end=end, parts=parts.get(step, {}))
+        )
+    if ordered:
+        first_step, first_end = ordered[0]
+        first_parts = parts.get(first_step, {})
+        start = first_end - sum(first_parts.values())
+        first = Span(
+            lane="driver", name="step", step=first_step, start=start, end=first_end, parts=first_parts
+        )
+        spans.insert(0, first)
+    return [replace(span, start=min(span.start, span.end)) for span in spans]
+
+
+def engines_page(run: ViewedRun, after: float) -> Row:
+    """Samples of the processes after `after` (Unix seconds)."""
+    timeline = read_timeline(run.folder.path)
+    samples = [sample for sample in timeline.samples if sample.time >= after]
+    return {"recorded": bool(timeline.samples), "samples": samples}
+
+
+# ------------------------------------------------------------------ several runs
+
+
+def configurations_page(runs: Sequence[ViewedRun]) -> Row:
+    """The settings of each run, and those that are not the same in all."""
+    by_run = {run.id: run.configuration() for run in runs}
+    keys = sorted(
+        {
+            f"{section}.{key}"
+            for tables in by_run.values()
+            for section, table in tables.items()
+            for key in table
+        }
+    )
+    differences: list[Row] = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        values = {run_id: tables.get(section, {}).get(name) for run_id, tables in by_run.items()}
+        texts = {json.dumps(value, default=str, sort_keys=True) for value in values.values()}
+        if len(texts) > 1:
+            differences.append({"key": key, "values": values})
+    return {"runs": by_run, "differences": differences}
+
+
+def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
+    """Every name that holds `text`, with the runs that have it."""
+    rows: dict[str, Row] = {}
+    for run in runs:
+        for name, (count, last) in run.metrics.names().items():
+            if text.lower() not in name.lower():
+                continue
+            row = rows.setdefault(name, {"name": name, "runs": [], "count": 0, "last": last})
+            row["runs"].append(run.id)
+            row["count"] = max(row["count"], count)
+            row["last"] = last
+    return {"names": [rows[name] for name in sorted(rows)]}
+
+
+def metrics_page(runs: Sequence[ViewedRun], names: Sequence[str] | None) -> Row:
+    """The points of these metrics in each run; `names` None: of all."""
+    series: dict[str, dict[str, list[Point]]] = {}
+    for run in runs:
+        series[run.id] = run.metrics.all_series() if names is None else run.metrics.series(names)
+    return {"runs": series}

@@ -1,0 +1,87 @@
+"""The numbers of a sample: memory by kind of process, an engine's load, turns that ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from recorded_run import record_run
+
+from invrl.engines.sglang_answers import EngineLoad, decode_load
+from invrl.errors import ServerError
+from invrl.host.resident_memory import resident_memory
+from invrl.run.process_samples import gateway_sample
+from invrl.store.run_store import EndedTurns, RunStore
+
+PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); p.wait()"
+CHILD = "content = bytearray(60_000_000); print('ready', flush=True); import time; time.sleep(600)"
+
+
+def test_memory_counts_for_the_nearest_ancestor_that_has_a_kind() -> None:
+    """Here the parent is an engine, and its child holds the memory."""
+    command = [sys.executable, "-c", PARENT.format(child=CHILD)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        try:
+            assert parent.stdout.readline() == b"ready\n"
+            named = resident_memory({parent.pid: "engine-0"}, own="driver", others="ray")
+            unnamed = resident_memory({}, own="driver", others="ray")
+        finally:
+            for process in psutil.Process(parent.pid).children(recursive=True):
+                process.kill()
+            parent.kill()
+    assert named["engine-0"] > 60_000_000
+    assert unnamed["ray"] > 60_000_000
+    assert "engine-0" not in unnamed
+    assert named["driver"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+
+
+def test_an_engines_schedulers_count_together() -> None:
+    one = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
+    other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
+    assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(running=3, waiting=1, kv_use=0.5)
+    both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
+    assert (both.running, both.waiting, both.tokens_per_s) == (4, 1, 7.0)
+    assert both.kv_use == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"loads": [{"num_running_reqs": "many"}]}', b"\xff"])
+def test_another_answer_is_an_error_of_the_engine(answer: bytes) -> None:
+    with pytest.raises(ServerError, match="load cannot be read"):
+        decode_load(answer)
+
+
+def test_each_turn_is_counted_in_one_sample(tmp_path: Path) -> None:
+    run = record_run(tmp_path)
+    run.add("a", ["first", "second"], 1.0)
+    store = RunStore(run.folder.store_path)
+    try:
+        first = store.ended_turns(0)
+        assert len(first.seconds) == 2
+        assert first.sequence == store.last_turn()
+        turns = [turn for rollout in ("ses-00000",) for turn in store.turns(rollout)]
+        assert first.sampled_tokens == sum(len(turn.sampled_ids_T) for turn in turns) > 0
+        assert first.prompt_tokens == sum(turn.prompt_tokens for turn in turns)
+        none = EndedTurns(
+            sequence=first.sequence, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0
+        )
+        assert store.ended_turns(first.sequence) == none
+        run.add("b", "third", 1.0)
+        assert len(store.ended_turns(first.sequence).seconds) == 1
+    finally:
+        store.close()
+
+
+def test_latencies_are_those_of_the_turns_that_ended() -> None:
+    seconds = tuple(float(number) for number in range(1, 101))
+    ended = EndedTurns(sequence=1, seconds=seconds, prompt_tokens=200, cached_tokens=50, sampled_tokens=400)
+    sample = gateway_sample(ended, 5.0)
+    assert (sample.requests, sample.latency_p50_s, sample.latency_p95_s) == (100, 51.0, 96.0)
+    assert (sample.cache_hit_rate, sample.tokens_per_s) == (0.25, 80.0)
+    nothing = gateway_sample(
+        EndedTurns(sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0), 5.0
+    )
+    assert (nothing.latency_p50_s, nothing.cache_hit_rate) == (None, None)

@@ -1,0 +1,237 @@
+"""The index of a run, and the questions that the page asks of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_run import RecordedRun, record_run
+
+from invrl.buffer.ledger_store import LedgerStore
+from invrl.errors import ConfigError
+from invrl.gateway.types import Message, ToolCall
+from invrl.reasons import DropReason, FailureReason
+from invrl.viewer.rollout_queries import match_expression
+from invrl.viewer.viewed_run import ViewedRun, open_runs
+
+
+def refreshed(run: ViewedRun) -> ViewedRun:
+    """Its index filled to the end."""
+    never = threading.Event()
+    for _ in range(1_000):
+        if "index" not in run.refresh(never):
+            return run
+    raise AssertionError("the index is never complete")
+
+
+def viewed(recorded: RecordedRun, cache: Path) -> ViewedRun:
+    [run] = open_runs([recorded.folder.path], cache)
+    return refreshed(run)
+
+
+def rows(run: ViewedRun, **filters: object) -> list[dict[str, Any]]:
+    parameters = {name: [str(value)] for name, value in filters.items()}
+    with run.queries() as queries:
+        return queries.rollouts(parameters)["rows"]
+
+
+def ids(run: ViewedRun, **filters: object) -> set[str]:
+    return {row["session_id"] for row in rows(run, **filters)}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> RecordedRun:
+    return record_run(tmp_path)
+
+
+def test_every_rollout_has_a_row_with_what_became_of_it(recorded: RecordedRun, tmp_path: Path) -> None:
+    trained = recorded.add("a", "four", 1.0, step=2, version=0)
+    dropped = recorded.add("b", "five", 0.0, step=None, drop=DropReason.ZERO_VARIANCE)
+    failed = recorded.add("c", "six", 0.0, failure=FailureReason.TIMEOUT, detail="too late\nand more")
+    held_out = recorded.add("d", "seven", 1.0, purpose="eval", step=3)
+    run = viewed(recorded, tmp_path / "cache")
+
+    by_id = {row["session_id"]: row for row in rows(run)}
+    assert set(by_id) == {trained, dropped, failed, held_out}
+    row = by_id[trained]
+    assert (row["state"], row["step"], row["reward"], row["staleness"]) == ("trained", 2, 1.0, 1)
+    assert (by_id[dropped]["state"], by_id[dropped]["reason"]) == ("dropped", "zero_variance")
+    assert (by_id[failed]["failure"], by_id[failed]["detail"]) == ("timeout", "too late")
+    assert (by_id[held_out]["state"], by_id[held_out]["evaluation"]) == ("evaluated", "greedy")
+    assert by_id[held_out]["step"] == 3
+    assert run.index_state.ready
+
+
+def test_filters_choose_and_facets_count(recorded: RecordedRun, tmp_path: Path) -> None:
+    good = recorded.add("a", "x", 1.0, group="g", index=0)
+    bad = recorded.add("a", "x", 0.0, group="g", index=1, ending="length")
+    dropped = recorded.add("b", "x", 0.5, step=None, drop=DropReason.STALE)
+    failed = recorded.add("c", "x", 0.0, failure=FailureReason.EXCEPTION, detail="no")
+    run = viewed(recorded, tmp_path / "cache")
+
+    assert ids(run, min_reward=0.6) == {good}
+    assert ids(run, max_reward=0.2) == {bad}
+    assert ids(run, drop="stale") == {dropped}
+    assert ids(run, failure="exception") == {failed}
+    assert ids(run, truncated=1) == {bad}
+    assert ids(run, trained=1) == {good, bad}
+    assert ids(run, task="a", truncated=0) == {good}
+    assert ids(run, group="g") == {good, bad}
+    assert ids(run, session=failed) == {failed}
+    assert [row["session_id"] for row in rows(run, sort="best")][:1] == [good]
+    assert rows(run, sort="worst")[0]["session_id"] == bad
+    with run.queries() as queries:
+        facets = queries.facets({"task": ["a"]})
+    assert facets["total"] == 2
+    assert facets["truncated"] == {"0": 1, "1": 1}
+    assert facets["ranges"]["reward"] == [0.0, 1.0]
+
+
+def test_the_most_surprising_reward_is_the_one_far_from_its_groups_mean(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    for index in range(7):
+        recorded.add("a", "x", 0.0, group="g", index=index)
+    odd = recorded.add("a", "x", 1.0, group="g", index=7)
+    run = viewed(recorded, tmp_path / "cache")
+    first = rows(run, sort="surprising")[0]
+    assert first["session_id"] == odd
+    assert first["surprise"] == pytest.approx(7**0.5)  # (1 - 1/8) / sqrt(1/8 * 7/8)
+
+
+def test_what_was_said_is_found(recorded: RecordedRun, tmp_path: Path) -> None:
+    call = ToolCall(id="1", name="search_web", arguments='{"query": "Zürich weather"}')
+    with_call = recorded.add("a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0)
+    plain = recorded.add("b", ["first reply", "second answer"], 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    assert ids(run, q="zurich") == {with_call}
+    assert ids(run, q="thinking") == {with_call}
+    assert ids(run, q="seco") == {plain}
+    assert ids(run, q='"second answer"') == {plain}
+    assert ids(run, q='"answer second"') == set()
+    assert ids(run, q="first second") == set(), "both words in one turn"
+    assert ids(run, q=plain) == {plain}
+    assert ids(run, q="b") == {plain}, "the id of its task"
+
+
+@pytest.mark.parametrize(
+    "text", ['"', "a AND", "NEAR(", "x*", "col:y", "-z", "'; DROP TABLE said; --", "(", "\0", "^a OR b"]
+)
+def test_no_search_text_is_an_operator(recorded: RecordedRun, tmp_path: Path, text: str) -> None:
+    recorded.add("a", "hello", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    assert isinstance(rows(run, q=text), list)
+    assert "AND" not in match_expression(text).replace('" AND "', "").replace("* AND ", "") or "AND" in text
+
+
+def test_the_index_follows_a_run_that_grows(recorded: RecordedRun, tmp_path: Path) -> None:
+    first = recorded.add("a", "x", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    assert ids(run) == {first}
+    second = recorded.add("b", "later words", 1.0, step=2)
+    refreshed(run)
+    assert ids(run) == {first, second}
+    assert ids(run, q="later") == {second}
+    assert ids(run, step=2) == {second}
+
+
+def test_a_second_start_reads_the_index_of_the_first(recorded: RecordedRun, tmp_path: Path) -> None:
+    first = recorded.add("a", "x", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    run.close()
+    again = viewed(recorded, tmp_path / "cache")
+    assert ids(again) == {first}
+    assert ids(again, q="x") == {first}
+    assert again.index_state.turns_indexed == 1
+
+
+def test_another_run_at_the_same_path_has_another_index(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    old = recorded.add("a", "old words", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    run.close()
+    recorded.folder.path.rename(tmp_path / "moved")
+    replaced = record_run(tmp_path)
+    new = replaced.add("b", "new words", 1.0)
+    replaced.opened = 7.0
+    again = viewed(replaced, tmp_path / "cache")
+    assert old == new, "both runs name their first session alike"
+    assert ids(again, q="old") == set()
+    assert ids(again, q="new") == {new}
+
+
+def test_the_index_of_another_version_is_made_again(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = recorded.add("a", "x", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    run.close()
+    monkeypatch.setattr("invrl.viewer.viewed_run.INDEX_VERSION", 1_000)
+    again = viewed(recorded, tmp_path / "cache")
+    assert ids(again) == {first}
+    [index] = (tmp_path / "cache").glob("*/index.sqlite")
+    assert index.stat().st_mode & 0o077 == 0, "conversations are private"
+
+
+def test_what_an_incarnation_lost_is_lost(recorded: RecordedRun, tmp_path: Path) -> None:
+    kept = recorded.add("a", "x", 1.0)
+    sequence = recorded.sequence
+    gone = recorded.add("b", "x", 1.0, step=2)
+    run = viewed(recorded, tmp_path / "cache")
+    assert ids(run, state="trained") == {kept, gone}
+    recorded.ledger = LedgerStore(recorded.folder.store_path)
+    recorded.ledger.begin(parent=1, step=1, sequence=sequence)
+    refreshed(run)
+    assert ids(run, state="trained") == {kept}
+    assert ids(run, state="lost") == {gone}
+
+
+def test_an_evaluation_that_was_repeated_counts_once(recorded: RecordedRun, tmp_path: Path) -> None:
+    first = recorded.add("a", "x", 0.0, purpose="eval", step=0)
+    second = recorded.add("a", "x", 1.0, purpose="eval", step=0)
+    run = viewed(recorded, tmp_path / "cache")
+    assert ids(run, state="repeated") == {first}
+    assert ids(run, state="evaluated") == {second}
+    with run.queries() as queries:
+        assert queries.held_out_rewards() == {("a", "greedy"): {"0": [1.0]}}
+
+
+def test_tasks_and_groups_and_steps(recorded: RecordedRun, tmp_path: Path) -> None:
+    recorded.add("a", "x", 0.0, group="g1", index=0, step=1)
+    recorded.add("a", "x", 1.0, group="g1", index=1, step=1)
+    recorded.add("a@1", "x", 1.0, group="g2", step=4)
+    run = viewed(recorded, tmp_path / "cache")
+    with run.queries() as queries:
+        [task] = queries.tasks({})["rows"]
+        groups = {row["group_id"]: row for row in queries.groups({})["rows"]}
+        steps = queries.steps()["steps"]
+    assert (task["task"], task["rollouts"], task["gain"]) == ("a", 3, 0.5)
+    assert (groups["g1"]["reward_mean"], groups["g1"]["trained"]) == (0.5, 2)
+    assert groups["g1"]["reward_std"] == pytest.approx(0.5)
+    assert [(step["step"], step["rollouts"]) for step in steps] == [(1, 2), (4, 1)]
+
+
+def test_two_viewers_share_one_index(recorded: RecordedRun, tmp_path: Path) -> None:
+    first = recorded.add("a", "x", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    other = viewed(recorded, tmp_path / "cache")
+    assert ids(other) == {first}
+    run.close()
+    second = recorded.add("b", "x", 1.0)
+    refreshed(other)
+    assert ids(other) == {first, second}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"sort": "nothing"}, {"step": "x"}, {"min_reward": "much"}, {"limit": "all"}, {"trained": "yes"}],
+)
+def test_a_wrong_filter_is_named(recorded: RecordedRun, tmp_path: Path, query: dict[str, str]) -> None:
+    recorded.add("a", "x", 1.0)
+    run = viewed(recorded, tmp_path / "cache")
+    with pytest.raises(ConfigError) as error:
+        rows(run, **query)
+    assert error.value.field == next(iter(query))
+    assert error.value.fix

@@ -1,0 +1,164 @@
+"""What a run records for the page: trained tokens, the timeline, its tokenizer; and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_run import record_run
+from test_viewer_damage import closed, notes_of, view_of
+from test_viewer_index import refreshed, rows
+
+from invrl.store.timeline_file import (
+    EngineSample,
+    GatewaySample,
+    IncarnationStart,
+    Sample,
+    Span,
+    TimelineWriter,
+)
+from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_tokens
+from invrl.viewer.conversation_page import rollout_detail, turn_tokens
+from invrl.viewer.page_server import encoded
+from invrl.viewer.run_pages import configurations_page, engines_page, evaluations_page, timeline_page
+from invrl.viewer.viewed_run import open_runs
+
+
+def trained_turn(turn_id: str, length: int) -> TrainedTurn:
+    """All tokens but the last are trained, with an advantage of 0.5; the trainer says -0.25 everywhere."""
+    trained_N = np.ones(length, np.bool_)
+    trained_N[-1] = False
+    logprobs_N = np.full(length, -0.25, np.float32)
+    logprobs_N[-1] = np.nan
+    return TrainedTurn(
+        turn_id=turn_id,
+        trained_N=trained_N,
+        advantages_N=np.where(trained_N, 0.5, 0.0).astype(np.float32),
+        logprobs_N=logprobs_N,
+    )
+
+
+def test_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    session = recorded.add("a", ["one", "two"], 1.0, step=3)
+    other = recorded.add("b", "x", 1.0, step=3)
+    run = view_of(recorded.folder.path, tmp_path / "cache")
+    first_id = f"{session}/0"
+    tokens = turn_tokens(run, first_id, full=False)
+    assert tokens
+    assert tokens["sampled"]["advantages"] is None, "nothing is recorded yet"
+    length = len(tokens["sampled"]["ids"])
+
+    write_trained_tokens(recorded.folder.trained_tokens_path, 3, [trained_turn(first_id, length)])
+    refreshed(run)
+    by_id = {row["session_id"]: row for row in rows(run)}
+    assert by_id[session]["advantage"] == pytest.approx(0.5)
+    assert by_id[session]["gap"] == pytest.approx(0.25), "the engine's log-probs are 0"
+    assert by_id[other]["advantage"] is None
+    tokens = turn_tokens(run, first_id, full=False)
+    assert tokens
+    assert tokens["step"] == 3
+    assert tokens["sampled"]["trained"] == [True] * (length - 1) + [False]
+    assert tokens["sampled"]["advantages"][0] == 0.5
+    assert json.loads(encoded(tokens))["sampled"]["trainer_logprobs"][-2:] == [-0.25, None]
+    detail = rollout_detail(run, session, full=False)
+    assert detail
+    assert [turn["trained"] for turn in detail["turns"]] == [True, False]
+    assert [turn["restarts"] for turn in detail["turns"]] == [True, False]
+    assert [entry["state"] for entry in detail["ledger"]][-1] == "trained"
+    assert detail["ledger"][-1]["step"] == 3
+
+
+def test_a_damaged_record_of_a_step_is_a_note_of_its_tokens(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    session = recorded.add("a", "one", 1.0, step=1)
+    folder = recorded.folder.trained_tokens_path
+    folder.mkdir()
+    tokens_path(folder, 1).write_bytes(b"torn")
+    run = view_of(closed(recorded), tmp_path / "cache")
+    tokens = turn_tokens(run, f"{session}/0", full=False)
+    assert tokens
+    assert tokens["sampled"]["advantages"] is None
+    assert any("damaged" in note for note in tokens["notes"])
+
+
+def test_the_timeline_and_the_samples_of_the_processes(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    folder = recorded.folder.path
+    writer = TimelineWriter(folder)
+    writer.write(IncarnationStart(time=1.0, pid=7, step=0, restart=False))
+    writer.write(Span(lane="driver", name="train", step=1, start=2.0, end=4.0, waits_for="trainer"))
+    writer.write(Span(lane="sync", name="sync", step=1, start=4.0, end=5.0))
+    engine = EngineSample(name="engine-0", running=3, waiting=1, kv_use=0.5)
+    gateway = GatewaySample(requests=4, loop_lag_s=0.1)
+    writer.write(Sample(time=6.0, engines=(engine,), gateway=gateway, memory={"driver": 5}))
+    writer.close()
+    run = view_of(folder, tmp_path / "cache")
+    page = json.loads(encoded(timeline_page(run, 0.0)))
+    assert page["recorded"]
+    assert [span["lane"] for span in page["spans"]] == ["driver", "sync"]
+    assert page["spans"][0]["waits_for"] == "trainer"
+    assert page["starts"] == [{"time": 1.0, "pid": 7, "step": 0, "restart": False}]
+    assert page["now"] is None
+    assert len(timeline_page(run, 4.5)["spans"]) == 1
+    [sample] = json.loads(encoded(engines_page(run, 0.0)))["samples"]
+    assert sample["engines"][0]["kv_use"] == 0.5
+    assert sample["memory"] == {"driver": 5}
+
+
+def test_a_run_is_live_while_its_folder_is_held(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    recorded.folder.phase_path.write_text('{"pid": 1, "step": 4, "phase": "rollout", "since": 9.5}')
+    run = view_of(recorded.folder.path, tmp_path / "cache")
+    assert run.overview()["state"] == "interrupted"
+    with recorded.folder.held("train"):
+        overview = run.overview()
+        assert overview["state"] == "running"
+        assert (overview["phase"], overview["phase_since"]) == ("rollout", 9.5)
+        assert timeline_page(run, 0.0)["now"] == {"phase": "rollout", "step": 4, "since": 9.5}
+        with pytest.raises(Exception, match="works in"):
+            recorded.folder.check_free()
+    recorded.folder.log_path("driver").write_text("Traceback (most recent call last):\nValueError\n")
+    assert run.overview()["state"] == "failed"
+    recorded.folder.finished_path.write_text("4")
+    assert run.overview()["state"] == "ended"
+
+
+def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    recorded.add("a", "x", 0.0, purpose="eval", step=0)
+    recorded.add("a", "x", 1.0, purpose="eval", step=4)
+    recorded.add("b", "x", 1.0, purpose="eval", step=4)
+    row = {
+        "step": 4,
+        "time": 1.0,
+        "eval/greedy/samples": 2,
+        "eval/greedy/accuracy": 0.5,
+        "eval/greedy/accuracy_low": 0.1,
+        "eval/greedy/pass_at_1": 0.5,
+        "eval/greedy/pass_at_1_high": 0.9,
+        "eval/loss": 3.0,
+    }
+    recorded.folder.metrics_path.write_text(json.dumps(row) + "\n")
+    page = evaluations_page(view_of(closed(recorded), tmp_path / "cache"), None)
+    [score] = page["scores"]
+    assert (score["name"], score["samples"], score["accuracy_low"]) == ("greedy", 2, 0.1)
+    assert score["pass_at"] == {"1": [0.5, None, 0.9]}
+    first = page["tasks"]["rows"][0]
+    assert (first["task_id"], first["by_step"], first["gain"]) == ("a", {"0": [0.0], "4": [1.0]}, 1.0)
+
+
+def test_two_runs_of_one_name_have_two_ids_and_their_differences_are_named(tmp_path: Path) -> None:
+    first = record_run(tmp_path / "a")
+    second = record_run(tmp_path / "b")
+    text = second.folder.config_path.read_text().replace("seed = 0", "seed = 5")
+    second.folder.config_path.write_text(text)
+    runs = open_runs([first.folder.path, second.folder.path], tmp_path / "cache")
+    assert [run.id for run in runs] == ["run", "run-2"]
+    page = configurations_page(runs)
+    differences = {row["key"]: row["values"] for row in page["differences"]}
+    assert differences["run.seed"] == {"run": 0, "run-2": 5}
+    assert set(differences) == {"run.seed", "run.run_root"}
+    assert all(notes_of(refreshed(run)) == "" for run in runs)

@@ -1,0 +1,259 @@
+"""`invrl watch`: what it shows of live, dead, torn and foreign run folders, and that it touches none."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recorded_run import record_run
+from rich.console import Console
+
+from invrl.cli.main import main
+from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
+from invrl.observe.run_status import RunReader, is_worked_in
+from invrl.observe.watch_screen import ScreenSize, duration, screen
+from invrl.reasons import FailureReason
+from invrl.store.run_folder import RunFolder
+from invrl.store.timeline_file import (
+    EngineSample,
+    GatewaySample,
+    Sample,
+    Span,
+    TimelineWriter,
+)
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \u202e"
+
+
+def filled_run(root: Path) -> RunFolder:
+    run = record_run(root)
+    for index in range(3):
+        run.add(f"task-{index}", "a reply", 1.0, index=index)
+    detail = f"Traceback\nValueError: {HOSTILE}"
+    run.add(f"task {HOSTILE}", "no", 0.0, failure=FailureReason.EXCEPTION, detail=detail)
+    run.writer.close()
+    run.ledger.close()
+    rows = [
+        {
+            "step": step,
+            "time": 100.0 + step,
+            "rollout/reward_mean": step / 10,
+            "rollout/reward_min": 0.0,
+            "rollout/reward_max": 1.0,
+            "time/step_s": 4.0,
+            "eval/sampled/accuracy": step / 8,
+        }
+        for step in range(1, 9)
+    ]
+    run.folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    writer = TimelineWriter(run.folder.path)
+    writer.write(Span(lane="trainer", name="train", step=8, start=1.0, end=4.0, waits_for="trainer"))
+    engine = EngineSample(name="engine-0", running=7, waiting=2, kv_use=0.25)
+    gateway = GatewaySample(requests=5, latency_p50_s=0.5, latency_p95_s=1.5, loop_lag_s=0.002)
+    writer.write(Sample(time=5.0, engines=(engine,), gateway=gateway, memory={"driver": 2**30}))
+    writer.close()
+    run.folder.phase_path.write_text(
+        json.dumps({"pid": 1, "step": 9, "phase": "rollout", "since": time.time() - 70})
+    )
+    return run.folder
+
+
+def frame(folder: RunFolder, *, width: int = 100, blocks: str = BLOCKS, encoding: str = "utf-8") -> str:
+    size = ScreenSize(width=width, height=40, blocks=blocks, encoding=encoding)
+    out = io.StringIO()
+    status = RunReader(folder).read()
+    Console(file=out, width=width, no_color=True).print(screen(status, size, now=time.time()))
+    return out.getvalue()
+
+
+def test_a_frame_has_every_part(tmp_path: Path) -> None:
+    text = frame(filled_run(tmp_path))
+    for expected in (
+        "stopped before its last step",
+        "step 8",
+        "reward 0.1 -> 0.8",
+        "the last phase was rollout, in step 9",
+        "train",
+        "waits for trainer",
+        "7 running",
+        "2 waiting",
+        "KV cache 25%",
+        "half within 0.50 s",
+        "sampled/accuracy",
+        "0.125 -> 1",
+        "failed rollouts: 1 (exception 1)",
+        "ValueError:",
+    ):
+        assert expected in text, expected
+
+
+def test_text_of_models_cannot_move_the_cursor_or_style_the_screen(tmp_path: Path) -> None:
+    text = frame(filled_run(tmp_path))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\u202e" not in text
+    assert "\\x1b[31mred" in text
+    assert "[bold]x[/bold]" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
+    for line in frame(filled_run(tmp_path), width=width).splitlines():
+        assert len(line) <= width
+
+
+def test_a_terminal_without_block_letters_gets_plain_ones(tmp_path: Path) -> None:
+    assert frame(filled_run(tmp_path), blocks=ASCII_BLOCKS, encoding="ascii").isascii()
+
+
+def test_only_new_failures_are_read_again(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    reader = RunReader(folder)
+    assert reader.read().failed == reader.read().failed == {"exception": 1}
+
+
+def test_the_folder_of_an_ended_run_is_not_touched(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    for ending in ("-wal", "-shm"):
+        folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
+
+    def listing() -> dict[str, tuple[int, int]]:
+        files = [path for path in folder.path.rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+    before = listing()
+    frame(folder)
+    assert listing() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", b'{"step": 1, "rollout/reward_mean": 0.5}\n{"step": 2, "roll'),
+        ("metrics.jsonl", b'{"step": 1, "rollout/reward_mean": "high"}\n\xff\n'),
+        ("timeline.jsonl", b'{"kind": "span", "lane": "tra'),
+        ("phase.json", b'{"pid": 1'),
+        ("phase.json", b"[]"),
+        ("config.resolved.toml", b"[run\n"),
+        ("run.sqlite", b"SQLite format 3\x00 and then nothing"),
+        ("run.sqlite", b""),
+    ],
+)
+def test_a_torn_file_costs_only_its_own_part(name: str, content: bytes, tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    for ending in ("-wal", "-shm"):
+        folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
+    (folder.path / name).write_bytes(content)
+    text = frame(folder)
+    assert "stopped" in text
+    if name in ("run.sqlite", "config.resolved.toml"):
+        assert "not shown" in text
+
+
+def test_a_store_of_a_later_version_is_a_note(tmp_path: Path) -> None:
+    import sqlite3
+
+    folder = filled_run(tmp_path)
+    with sqlite3.connect(folder.store_path) as db:
+        db.execute("PRAGMA user_version=999")
+    db.close()
+    assert "a later version of invrl wrote it" in frame(folder, width=400)
+
+
+def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    assert not is_worked_in(folder)
+    with folder.held("train"):
+        assert is_worked_in(folder)
+        # A command that looks takes no lock that one which begins could meet.
+        with (folder.path / "run.lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not is_worked_in(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--once"], ["/nowhere"], ["RUN", "--onec"], ["RUN", "RUN"], ["RUN", "--interval-s=0"]]
+)
+def test_bad_input_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(filled_run(tmp_path).path)
+    assert main(["watch", *(run if argument == "RUN" else argument for argument in arguments)]) == 2
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_without_a_terminal_a_dead_run_is_one_frame(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(filled_run(tmp_path).path)
+    assert main(["watch", run]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert text.count("reward 0.1 -> 0.8") == 1
+    assert text.endswith("the run has stopped\n")
+
+
+@pytest.mark.parametrize("end", ["q", "interrupt"])
+def test_on_a_terminal_it_shows_and_ends(end: str, tmp_path: Path) -> None:
+    """It leaves the alternate screen, shows the cursor again and exits with 0."""
+    run = str(filled_run(tmp_path).path)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "invrl.cli", "watch", run, "--interval-s", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    asked = False
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not select.select([ours], [], [], 0.2)[0]:
+            continue
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+        if not asked and shown.count(b"reward 0.1") >= 2:
+            asked = True
+            if end == "q":
+                os.write(ours, b"q")
+            else:
+                process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0, shown[-2000:]
+    os.close(ours)
+    assert asked
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+
+
+def test_charts_are_of_the_size_that_was_asked_for() -> None:
+    values = [float(number) for number in range(100)]
+    rows = block_chart(values, 30, 5, low=0.0, high=99.0)
+    assert [len(row) for row in rows] == [30] * 5
+    assert rows[0][0] == " "
+    assert rows[0][-1] != " "
+    assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
+    assert sparkline([2.0, float("nan"), 2.0], 10) == "▅▅"
+    assert sparkline([], 10) == "" == sparkline([1.0], 0)
+
+
+def test_durations_are_what_a_person_says() -> None:
+    seconds = (0.34, 12.4, 200.0, 7500.0, 273_600.0)
+    assert [duration(value) for value in seconds] == ["0.3 s", "12 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"]
