@@ -2,8 +2,9 @@
 
 `/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of the run says of itself
 (the router, an engine), whose ports are chosen anew at each start. Invariants: it only reads, and answers
-nothing else; each answer has a deadline; it ends with the driver."""
+nothing else; each question and each answer has a deadline; it ends with the driver."""
 
+import io
 import logging
 import socket
 import threading
@@ -24,12 +25,16 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse
 
+    from _typeshed import WriteableBuffer
+
 logger = logging.getLogger(__name__)
 PATH = "/metrics"
 _UPSTREAM_DEADLINE_S = 5.0
 _CHUNK_BYTES = 65536
 _CLIENT_DEADLINE_S = 10.0
-"""A client that sends or reads nothing for so long is disconnected."""
+"""A client that has not sent its whole request by then, or has not read the whole answer, is disconnected."""
+_MAX_CONNECTIONS = 64
+"""At the same time. Those above are closed at once."""
 _MAX_SCRAPES = 8
 """At the same time. Prometheus makes one."""
 _STOP_TIMEOUT_S = 5.0
@@ -39,8 +44,34 @@ Upstreams = Callable[[], Mapping[str, str]]
 """The addresses of the other servers' metrics now, by name."""
 
 
+class _RequestStream(io.RawIOBase):
+    """What a client sends. Raises TimeoutError at the deadline, also if a byte comes now and then."""
+
+    def __init__(self, client: socket.socket, deadline_s: float) -> None:
+        self._client = client
+        self._ends_at = time.monotonic() + deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request is not whole")
+        allowed_s = self._client.gettimeout()
+        self._client.settimeout(left_s)
+        try:
+            return self._client.recv_into(buffer)
+        finally:
+            self._client.settimeout(allowed_s)
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_DEADLINE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_RequestStream(self.connection, self.timeout))
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
@@ -49,6 +80,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     allow_reuse_address = True
+    free_connections: threading.BoundedSemaphore
 
     def server_bind(self) -> None:
         """Without the look-up of a host name, which may wait for a name server."""
@@ -58,6 +90,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
         self.setup_environ()
+        self.free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, as long as there are not too many."""
+        if self.free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free_connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a scrape broke off", exc_info=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -106,7 +107,11 @@ def test_a_port_that_is_taken_is_an_error_at_once() -> None:
 def test_an_engine_that_hangs_costs_its_own_answer_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_UPSTREAM_DEADLINE_S", 0.3)
     over = threading.Event()
-    with engine(lambda _: over.wait(20) and None) as url, serving(None, lambda: {"engine-0": url}) as server:
+
+    def hangs(_: BaseHTTPRequestHandler) -> None:
+        over.wait(20)
+
+    with engine(hangs) as url, serving(None, lambda: {"engine-0": url}) as server:
         hanging: list[tuple[int, str]] = []
         thread = threading.Thread(target=lambda: hanging.append(get(server, "/metrics/engine-0")))
         began = time.monotonic()
@@ -180,6 +185,46 @@ def test_a_client_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPa
     with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=10) as client:
         assert client.recv(1) == b"", "closed by the server"
         assert get(server)[0] == 200
+
+
+@pytest.mark.parametrize("request_so_far", [b"", b"GET /metrics HTTP/1.1\r\nX-Long: "])
+def test_a_client_that_drips_its_request_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, request_so_far: bytes
+) -> None:
+    """A byte now and then keeps each wait of a socket short."""
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
+    with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=0.05) as client:
+        client.sendall(request_so_far)
+        ends_at = time.monotonic() + 10
+        answer = None
+        while answer is None and time.monotonic() < ends_at:
+            try:
+                client.sendall(b"x")
+                answer = client.recv(1)
+            except TimeoutError:
+                continue
+            except ConnectionError:  # it was closed while a byte was on its way
+                answer = b""
+        assert answer == b"", "closed by the server"
+        assert get(server)[0] == 200
+
+
+def test_clients_that_say_nothing_keep_no_thread_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 20)
+    with serving() as server, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((LOOPBACK, server.port), timeout=10))
+            for _ in range(3)
+        ]
+        assert silent[2].recv(1) == b"", "closed at once"
+        silent[0].close()
+        status = 0
+        ends_at = time.monotonic() + 10
+        while status != 200 and time.monotonic() < ends_at:  # the thread of a closed connection ends soon
+            with contextlib.suppress(OSError):
+                status, _ = get(server)
+        assert status == 200
 
 
 def test_many_scrapes_at_a_time_are_refused_not_queued() -> None:
