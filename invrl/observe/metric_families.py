@@ -286,11 +286,10 @@ _OF_THE_MACHINE = (
     Family(name="invrl_disk_size_bytes", help="Size of that file system", unit="bytes"),
     Family(
         name="invrl_process_resident_bytes",
-        labels=("role",),
-        help="Resident memory of a role's processes; what processes share counts for each",
+        labels=("process",),
+        help="Resident memory, with that of the processes below; what they share counts for each",
         unit="bytes",
     ),
-    Family(name="invrl_processes", labels=("role",), help="Number of a role's processes"),
 )
 
 _OF_THE_GATEWAY = (

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -47,20 +48,26 @@ class StepValues:
     def add(self, values: Mapping[str, float | None], *, counted: bool = True) -> None:
         """`values`: a row, with `step` and `time`. `counted`: whether it was made by this driver. Null is
         what is not finite: a gauge shows it as NaN, a sum leaves it out."""
-        for family in FAMILIES.values():
-            if not family.row_key:
-                continue
-            series = self.gauges if family.kind == "gauge" else self.counters
-            for key, value in values.items():
-                labels = family.label_in(key)
-                if labels is None:
-                    continue
-                number = math.nan if value is None else float(value)
+        for key, value in values.items():
+            number = math.nan if value is None else float(value)
+            for family, labels in _shown_by(key):
                 if family.kind == "gauge":
-                    series.setdefault(family.name, {})[labels] = number
+                    self.gauges.setdefault(family.name, {})[labels] = number
                 elif counted and math.isfinite(number):
-                    sums = series.setdefault(family.name, {})
+                    sums = self.counters.setdefault(family.name, {})
                     sums[labels] = sums.get(labels, 0.0) + number
+
+
+@cache
+def _shown_by(key: str) -> Sequence[tuple[Family, Labels]]:
+    """The families that show this name of `metrics.jsonl`, each with the labels of its series. A run has the
+    same names in thousands of rows."""
+    families: list[tuple[Family, Labels]] = []
+    for family in FAMILIES.values():
+        labels = family.label_in(key)
+        if labels is not None:
+            families.append((family, labels))
+    return families
 
 
 class RunExporter(Sink, Collector):

@@ -5,15 +5,11 @@ deadline. All may be called from any thread."""
 
 import json
 import shutil
-import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.open_group import RolloutState
@@ -26,19 +22,6 @@ from invrl.store.run_folder import RunFolder
 _GATEWAY_DEADLINE_S = 7.0
 """Longer than a worker of the gateway waits for the others, shorter than Prometheus waits for us (10 s)."""
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
-_PROCESS_INTERVAL_S = 10.0
-_ROLES = (
-    ("ray::TrainActor", "trainer"),
-    ("ray::BufferActor", "buffer"),
-    ("ray::RolloutWorker", "rollout_worker"),
-    ("invrl.gateway.server", "gateway"),
-    ("launch_router", "router"),
-    ("launch_sglang", "engine"),
-    ("sglang", "engine"),
-    ("ray", "ray"),
-)
-"""A part of a process's command line, and the role that it shows; the first that fits."""
-_OTHER_ROLE = "other"
 
 
 def disk_numbers(folder: RunFolder) -> Numbers:
@@ -166,42 +149,6 @@ def _since(before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[
     return {(name,): float(now.get(name, 0) - before.get(name, 0)) for name in names}
 
 
-class ProcessNumbers:
-    """Memory of this process and those below it, by role. Measured at most every 10 s."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._measured_at = -_PROCESS_INTERVAL_S
-        self._numbers: Numbers = {}
-
-    def numbers(self) -> Numbers:
-        if self._clock() - self._measured_at >= _PROCESS_INTERVAL_S:
-            self._numbers = _process_numbers()
-            self._measured_at = self._clock()
-        return self._numbers
-
-
-def role_of(command: list[str]) -> str:
-    """The role of a process with this command line."""
-    text = " ".join(command)
-    for part, role in _ROLES:
-        if part in text:
-            return role
-    return _OTHER_ROLE
-
-
-def _process_numbers() -> Numbers:
-    driver = psutil.Process()
-    resident: Counter[str] = Counter(driver=driver.memory_info().rss)
-    processes: Counter[str] = Counter(driver=1)
-    for process in driver.children(recursive=True):
-        try:
-            role = role_of(process.cmdline())
-            resident[role] += process.memory_info().rss
-            processes[role] += 1
-        except psutil.Error:  # it has ended
-            continue
-    return {
-        "invrl_process_resident_bytes": {(role,): float(size) for role, size in resident.items()},
-        "invrl_processes": {(role,): float(count) for role, count in processes.items()},
-    }
+def memory_numbers(memory: Mapping[str, int]) -> Numbers:
+    """`memory`: resident bytes by process."""
+    return {"invrl_process_resident_bytes": {(name,): float(size) for name, size in memory.items()}}

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 from invrl import __version__
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.metrics_server import PATH, MetricsServer
-from invrl.observe.run_exporter import RunExporter, Source
+from invrl.observe.run_exporter import Numbers, RunExporter, Source
 from invrl.observe.sinks import Sink
 from invrl.run import metrics_sources as sources
+from invrl.run.process_samples import memory_of
 from invrl.store.metrics_file import read_metrics
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from invrl.run.cluster import Serving
     from invrl.run.config import Config
     from invrl.store.run_folder import RunFolder
+    from invrl.train.train_handle import TrainHandle
 
 logger = logging.getLogger(__name__)
 _BUFFER_INTERVAL_S = 2.0
@@ -47,6 +49,7 @@ class ServedMetrics:
         self._exporter: RunExporter | None = None
         self._server: MetricsServer | None = None
         self._serving: Serving | None = None
+        self._trainer: TrainHandle | None = None
         run = config.run
         if not run.metrics_port:
             return
@@ -63,7 +66,7 @@ class ServedMetrics:
             {
                 "disk": partial(sources.disk_numbers, folder),
                 "checkpoints": partial(sources.checkpoint_numbers, folder),
-                "processes": sources.ProcessNumbers().numbers,
+                "processes": self._memory,
             }
         )
         try:
@@ -84,8 +87,9 @@ class ServedMetrics:
         return [] if self._exporter is None else [self._exporter]
 
     @contextmanager
-    def of_serving(self, serving: Serving) -> Iterator[None]:
-        """Within the block engines, router and gateway are shown too."""
+    def of_serving(self, serving: Serving, trainer: TrainHandle | None = None) -> Iterator[None]:
+        """Within the block engines, router and gateway are shown too, and the trainer's ranks by their
+        names."""
         if self._exporter is None:
             yield
             return
@@ -95,12 +99,14 @@ class ServedMetrics:
             "gateway": lambda: sources.gateway_numbers(read()),
         }
         self._serving = serving
+        self._trainer = trainer
         self._exporter.attach(parts)
         try:
             yield
         finally:
             self._exporter.detach(parts)
             self._serving = None
+            self._trainer = None
 
     async def watch_buffer(self, buffer: CountSource, *, resumed: bool) -> None:
         """Asks the buffer for its counts every 2 s until it is cancelled, so that no scrape has to. Returns
@@ -127,10 +133,14 @@ class ServedMetrics:
                 self._server.stop()
             self._server = None
 
+    def _memory(self) -> Numbers:
+        return sources.memory_numbers(memory_of(self._serving, self._trainer))
+
     def _upstreams(self) -> Mapping[str, str]:
         """Where router and engines show their own metrics."""
-        if self._serving is None:
+        serving = self._serving
+        if serving is None:
             return {}
-        fleet = self._serving.fleet.state()
+        fleet = serving.fleet.state()
         engines = {name: f"{url}/metrics/" for name, url in fleet.alive.items()}
         return {"router": fleet.router_metrics_url, **engines}

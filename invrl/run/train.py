@@ -174,7 +174,7 @@ class _TrainingRun:
             start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster,
             AsyncExitStack() as stack,
         ):
-            stack.enter_context(self.metrics.of_serving(cluster.serving))
+            stack.enter_context(self.metrics.of_serving(cluster.serving, cluster.trainer))
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             report_span(self.observer, "starting", 0, began=started_at)

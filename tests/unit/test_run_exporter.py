@@ -41,7 +41,7 @@ invrl_driver_start_timestamp_seconds invrl_phase invrl_phase_start_timestamp_sec
 invrl_rollouts invrl_groups invrl_rollouts_ended_total invrl_rollouts_failed_total invrl_groups_dropped_total
 invrl_checkpoint_timestamp_seconds invrl_checkpoint_step invrl_source_up invrl_engines
 invrl_engine_restarts_total invrl_disk_free_bytes invrl_disk_size_bytes invrl_process_resident_bytes
-invrl_processes invrl_gateway_sessions invrl_gateway_requests_total invrl_gateway_request_seconds
+invrl_gateway_sessions invrl_gateway_requests_total invrl_gateway_request_seconds
 invrl_gateway_tokens_total invrl_gateway_loop_lag_seconds invrl_gateway_worker_starts_total
 """.split()
 """Dashboards and alerts of users have these names: none is changed or taken away."""
@@ -290,34 +290,6 @@ def test_the_gateway_keeps_its_workers_apart() -> None:
     assert values[("invrl_gateway_tokens_total", "sampled", "0")] == 9
     assert values[("invrl_gateway_loop_lag_seconds", "0.99", "0")] == pytest.approx(0.02)
     assert values[("invrl_gateway_worker_starts_total", "0")] == 2
-
-
-def test_memory_is_that_of_this_process_and_is_not_measured_at_every_scrape() -> None:
-    now = [0.0]
-    processes = sources.ProcessNumbers(clock=lambda: now[0])
-    first = processes.numbers()
-    assert first["invrl_process_resident_bytes"][("driver",)] > 10e6
-    assert processes.numbers() is first
-    now[0] = 11.0
-    assert processes.numbers() is not first
-
-
-@pytest.mark.parametrize(
-    ("command", "role"),
-    [
-        ("ray::TrainActor.train", "trainer"),
-        ("ray::BufferActor", "buffer"),
-        ("ray::RolloutWorker.run", "rollout_worker"),
-        ("ray::IDLE", "ray"),
-        ("/x/python -m invrl.gateway.server.gateway_server f 3", "gateway"),
-        ("/x/python -m invrl.engines.launch_router sglang_router", "router"),
-        ("/x/python -m invrl.engines.launch_sglang --model-path m", "engine"),
-        ("sglang::scheduler", "engine"),
-        ("/bin/bash tool.sh", "other"),
-    ],
-)
-def test_a_process_has_the_role_that_its_command_shows(command: str, role: str) -> None:
-    assert sources.role_of(command.split()) == role
 
 
 def test_disk_and_checkpoint_are_those_of_the_folder(tmp_path: Path) -> None:

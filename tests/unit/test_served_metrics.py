@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -109,10 +110,16 @@ def test_router_and_engines_are_there_while_they_run(metrics: ServedMetrics, por
         restarts={},
         router_metrics_url=f"http://127.0.0.1:{gone}/metrics",
     )
-    gateway = SimpleNamespace(url=f"http://127.0.0.1:{gone}")
-    serving = SimpleNamespace(gateway=gateway, env_key="k", fleet=SimpleNamespace(state=lambda: state))
+    child = subprocess.Popen(["sleep", "60"])
+    gateway = SimpleNamespace(url=f"http://127.0.0.1:{gone}", process=child)
+    fleet = SimpleNamespace(state=lambda: state, router=SimpleNamespace(pid=-1), engines={})
+    serving = SimpleNamespace(gateway=gateway, env_key="k", fleet=fleet)
     with metrics.of_serving(cast("Any", serving)):
         text = scrape(port)
+        child.kill()
+        child.wait()
+        assert 'invrl_process_resident_bytes{process="driver"}' in text
+        assert 'invrl_process_resident_bytes{process="gateway"}' in text
         assert 'invrl_engines{state="lost"} 1.0\n' in text
         assert 'invrl_source_up{source="gateway"} 0.0\n' in text
         for name in ("router", "engine-0"):
