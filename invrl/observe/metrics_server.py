@@ -67,7 +67,7 @@ class _RequestStream(io.RawIOBase):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_DEADLINE_S
+    timeout: float = _CLIENT_DEADLINE_S
 
     def setup(self) -> None:
         super().setup()

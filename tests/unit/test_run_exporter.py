@@ -294,8 +294,10 @@ def test_the_gateway_keeps_its_workers_apart() -> None:
 
 def test_disk_and_checkpoint_are_those_of_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(path=tmp_path)
-    disk = sources.disk_numbers(folder)
-    assert 0 < disk["invrl_disk_free_bytes"][()] < disk["invrl_disk_size_bytes"][()]
+    exporter = RunExporter()
+    exporter.attach({"disk": lambda: sources.disk_numbers(folder)})
+    disk = values_of(exporter)
+    assert 0 < disk[("invrl_disk_free_bytes",)] < disk[("invrl_disk_size_bytes",)]
     folder.checkpoints_path.mkdir()
     assert sources.checkpoint_numbers(folder) == {}
 
