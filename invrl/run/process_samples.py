@@ -54,6 +54,20 @@ async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, 
                     observer.sample(sample)
 
 
+async def sample_memory(trainer: TrainHandle, observer: Sink, interval_s: float) -> None:
+    """As `sample_processes`, for a trainer alone: its samples have no engines and no gateway."""
+    if not interval_s:
+        return
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            memory = await asyncio.to_thread(memory_of, None, trainer)
+        except Exception:
+            logger.exception("a sample of the processes failed")
+        else:
+            observer.sample(Sample(time=time.time(), memory=memory))
+
+
 def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
     """Resident bytes of the run's processes on this machine: "driver", "gateway", "router", each engine and
     rank by its name, "buffer", "rollout-workers" with what they start, "other". May be called from any

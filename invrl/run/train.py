@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import feedback_notes, label_notes
+from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
@@ -225,7 +225,7 @@ class _TrainingRun:
         interval_s = self.config.run.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
         counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
-        async with _in_background(waits), _in_background(samples), _in_background(counts):
+        async with in_background(waits), in_background(samples), in_background(counts):
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:
@@ -265,7 +265,7 @@ class _TrainingRun:
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
-        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
+        async with in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,
                 done=self.start.step,
@@ -323,17 +323,6 @@ class _TrainingRun:
             await first_to_fail(saving, trainer.watch())
         except ServerError as error:  # a rank does not answer any more
             self.observer.note(f"the newest weights could not be saved: {error}")
-
-
-@asynccontextmanager
-async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Runs `work` beside the block, and cancels it at the block's end."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 def _deadlines(config: Config) -> Deadlines:

@@ -17,6 +17,7 @@ from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.dispatcher import first_to_fail
+from invrl.run.background import in_background
 from invrl.run.checkpoint import keep_model
 from invrl.run.checkpoint_scores import HELD_OUT_LOSS, held_out_losses
 from invrl.run.checkpoints import Checkpoints
@@ -24,6 +25,7 @@ from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
 from invrl.run.data import check_unchanged
 from invrl.run.loop import step_notes, train_values
+from invrl.run.process_samples import sample_memory
 from invrl.run.resume import Start, describe_start, is_finished
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
@@ -61,8 +63,9 @@ async def train_on_data(
         report_span(observer, "starting", 0, began=started_at)
         run = _DataRun(config, folder, checkpoints, observer, start.step, data, last_step, trainer)
         try:
-            training = first_to_fail(run.train(), checkpoints.watch())
-            await first_to_fail(training, trainer.watch())
+            async with in_background(sample_memory(trainer, observer, config.run.sample_interval_s)):
+                training = first_to_fail(run.train(), checkpoints.watch())
+                await first_to_fail(training, trainer.watch())
         except (Exception, asyncio.CancelledError) as error:
             await run.save_unsaved_weights(interrupted=isinstance(error, asyncio.CancelledError))
             raise

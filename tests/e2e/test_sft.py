@@ -20,6 +20,7 @@ from tiny_model import make_tiny_model
 from e2e.runs import DEADLINE_S, ROOT, invrl
 from e2e.test_debug_modes import NO_SGLANG
 from invrl.run.replay import MEASURED
+from invrl.store.timeline_file import read_timeline
 
 STEPS = 10
 KILLED_AFTER = 7
@@ -49,7 +50,7 @@ def flags(name: str) -> list[str]:
         *("--objective", "sft", "--data-path", "sums.jsonl", "--data-eval-fraction", "0.2"),
         *("--model-path", "model", "--run-root", "runs", "--run-name", name, "--progress", "plain"),
         *("--num-steps", str(STEPS), "--data-batch-size", "200"),
-        *("--eval-interval", "5", "--save-interval", "3"),
+        *("--eval-interval", "5", "--save-interval", "3", "--sample-interval-s", "0.2"),
         *("--train-dtype", "float32", "--lr", "3e-3", "--lr-decay-style", "cosine", "--lr-decay-steps", "12"),
     ]
 
@@ -101,6 +102,16 @@ def test_the_held_out_loss_falls(whole: Path) -> None:
     assert (whole / "checkpoints/step-000010/hugging_face/model.safetensors").is_file()
     assert not list((whole / "logs").glob("engine*"))
     assert not (whole / "run.sqlite").exists()
+
+
+def test_the_timeline_has_the_phases_and_the_memory(whole: Path) -> None:
+    timeline = read_timeline(whole)
+    assert {"starting", "train", "checkpoint", "evaluating"} <= {span.name for span in timeline.spans}
+    assert {span.step for span in timeline.spans if span.name == "train"} == set(range(1, STEPS + 1))
+    assert any(span.parts for span in timeline.spans if span.name == "train")
+    assert timeline.samples
+    assert {"driver", "rank-0"} <= set(timeline.samples[-1].memory)
+    assert timeline.samples[-1].gateway is None
 
 
 @pytest.mark.timeout(DEADLINE_S)

@@ -384,6 +384,23 @@ def test_progress_of_the_index_is_shown(reader: Reader) -> None:
     assert "so far" in page.inner_text(".count")
 
 
+def test_a_run_on_a_file_shows_its_losses_and_says_once_that_it_has_no_rollouts(reader: Reader) -> None:
+    missing = f"run.sqlite: it is missing {HOSTILE}"
+    index = {**reader.server.runs[0]["index"], "error": missing, "rollouts": 0}
+    reader.server.runs[0] = {**reader.server.runs[0], "index": index, "notes": [missing]}
+    points = [[step, 0.0, 1.0 / step] for step in range(1, 5)]
+    names = ("train/loss", "eval/loss", "time/step_s")
+    reader.server.metric_rows["first"] = dict.fromkeys(names, points)
+    page = reader.open("overview?runs=first")
+    assert page.inner_text("#progress").count(missing) == 1
+    titles = page.locator("figure.chart .chart-title").all_inner_texts()
+    assert titles == ["Loss", "Held-out loss", "Seconds per phase"]
+    reader.server.fail["runs/first/ledger"] = missing
+    told = reader.open("ledger?run=first").inner_text("[role=alert]")
+    assert told.count(missing) == 1
+    reader.errors.clear()  # the browser tells of every 503
+
+
 def test_an_error_says_what_to_do(browser: Any, server: ScriptedViewer) -> None:
     server.fail["runs/first/ledger"] = "The store is locked."
     reader = Reader(browser, server)

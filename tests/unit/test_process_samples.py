@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -13,8 +15,12 @@ from recorded_run import record_run
 from invrl.engines.sglang_answers import EngineLoad, decode_load
 from invrl.errors import ServerError
 from invrl.host.resident_memory import resident_memory
-from invrl.run.process_samples import gateway_sample, memory_of
+from invrl.observe.sinks import Sink
+from invrl.run.background import in_background
+from invrl.run.process_samples import gateway_sample, memory_of, sample_memory
 from invrl.store.run_store import EndedTurns, RunStore
+from invrl.store.timeline_file import Sample
+from invrl.train.train_handle import TrainHandle
 
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); p.wait()"
 CHILD = "content = bytearray(60_000_000); print('ready', flush=True); import time; time.sleep(600)"
@@ -71,6 +77,46 @@ def test_an_engines_schedulers_count_together() -> None:
 def test_another_answer_is_an_error_of_the_engine(answer: bytes) -> None:
     with pytest.raises(ServerError, match="load cannot be read"):
         decode_load(answer)
+
+
+class LocalRank:
+    """A trainer of which one rank is the process `pid` of this machine. The first question of it fails."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._asked = 0
+
+    def local_pids(self) -> dict[str, int]:
+        self._asked += 1
+        if self._asked == 1:
+            raise OSError("it ends just now")
+        return {"rank-0": self._pid}
+
+
+class SampleList(Sink):
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def sample(self, sample: Sample) -> None:
+        self.samples.append(sample)
+
+
+async def test_a_trainer_alone_has_samples_of_its_memory() -> None:
+    kept = SampleList()
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        trainer = cast(TrainHandle, LocalRank(child.pid))
+        async with in_background(sample_memory(trainer, kept, 0.01)):
+            async with asyncio.timeout(30):
+                while len(kept.samples) < 2:
+                    await asyncio.sleep(0.01)
+        child.kill()
+    for sample in kept.samples:
+        assert (sample.engines, sample.gateway) == ((), None)
+        assert sample.memory["rank-0"] > 60_000_000
+        assert sample.memory["driver"] > 0
+    await sample_memory(trainer, kept, 0.0)  # none were asked for
 
 
 def test_each_turn_is_counted_in_one_sample(tmp_path: Path) -> None:

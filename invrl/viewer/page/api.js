@@ -47,7 +47,7 @@ invrl.api = (() => {
     }
     if (!answer.ok) {
       const told = value && value.error ? value.error : {};
-      throw new ApiError(told.message || `The server answered ${answer.status}.`, [told.reason, told.fix].filter(Boolean).join(" "), answer.status);
+      throw new ApiError(told.message || `The server answered ${answer.status}.`, told.fix || "", answer.status);
     }
     return value;
   }

@@ -110,7 +110,7 @@ invrl.frame = (() => {
           ),
         );
       }
-      for (const note of each.notes || []) parts.push(element("p", { class: "banner warn" }, `${each.name}: ${note}`));
+      for (const note of (each.notes || []).filter((text) => text !== index.error)) parts.push(element("p", { class: "banner warn" }, `${each.name}: ${note}`));
     }
     const left = isExport() ? Object.entries(window.invrlExport.left_out || {}).filter(([, count]) => count > 0) : [];
     for (const [id, count] of left) {

@@ -16,16 +16,20 @@ invrl.overview = (() => {
 
   const CHARTS = [
     ["Reward", "rollout/reward_mean", ""],
+    ["Loss", "train/loss", ""],
+    ["Held-out loss", "eval/loss", ""],
     ["Response length", "rollout/response_length", "tokens"],
     ["Staleness", "rollout/staleness_mean", "versions"],
     ["KL (approximate)", "train/approx_kl", "nats"],
     ["Clip fraction", "train/clip_fraction", ""],
     ["Log-prob gap, engine and trainer", "train/logprob_gap_mean", "nats"],
     ["Entropy", "train/entropy", "nats"],
+    ["Gradient norm", "train/grad_norm", ""],
     ["Rollout speed", "time/rollout_tokens_per_s", "tokens/s"],
     ["Training speed", "time/train_tokens_per_s", "tokens/s"],
   ];
   const PHASES = ["time/rollout_s", "time/assemble_s", "time/teacher_s", "time/train_s", "time/sync_s", "time/checkpoint_s"];
+  const WHOLE_STEP = "time/step_s"; // Of runs on a file, which have no phases of rollouts.
   const FOUND = 60;
 
   async function showOverview(main, run, route, signal) {
@@ -179,7 +183,7 @@ invrl.overview = (() => {
     const added = (parameters.get("metrics") || "").split(",").filter(Boolean);
     const scores = runs.length ? (await metricNames(runs, "eval/", signal)).map((entry) => entry.name) : [];
     const held = scores.filter((name) => /^eval\/.+\/reward_mean$/.test(name)).slice(0, 20);
-    const all = [...added, ...CHARTS.map((chart) => chart[1]), ...PHASES, ...held.flatMap((name) => [name, `${name}_low`, `${name}_high`])];
+    const all = [...added, ...CHARTS.map((chart) => chart[1]), ...PHASES, WHOLE_STEP, ...held.flatMap((name) => [name, `${name}_low`, `${name}_high`])];
     return { added, held, all: [...new Set(all)], byTime: parameters.get("x") === "time", weight: Number(parameters.get("smooth") || 0) };
   }
 
@@ -206,7 +210,8 @@ invrl.overview = (() => {
     addChart("Held-out score", "mean, 95 % interval", heldOut(runs, names.held, points));
     for (const [title, name, unit] of CHARTS.slice(1)) addChart(title, unit, byRun(name));
     for (const run of runs.slice(0, 4)) {
-      const phases = PHASES.map((name, at) => ({ label: name.slice(5, -2), colour: kindColour(at), points: points(run, name) })).filter((line) => line.points.length);
+      const phaseNames = points(run, "time/train_s").length ? PHASES : [WHOLE_STEP, ...PHASES];
+      const phases = phaseNames.map((name, at) => ({ label: name.slice(5, -2), colour: kindColour(at), points: points(run, name) })).filter((line) => line.points.length);
       addChart(runs.length > 1 ? `Seconds per phase · ${run.name}` : "Seconds per phase", "s", phases);
     }
     return figures;
