@@ -221,6 +221,16 @@ def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
     assert (first["task_id"], first["by_step"], first["gain"]) == ("a", {"0": [0.0], "4": [1.0]}, 1.0)
 
 
+def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    recorded.add("a", "one", 1.0)
+    recorded.folder.metrics_path.write_text('{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n')
+    run = view_of(closed(recorded), tmp_path / "cache")
+    assert evaluations_page(run, None) == {"scores": [], "tasks": {"total": 0, "rows": []}}
+    assert not run.overview()["has"]["evaluations"]
+    assert run.overview()["notes"] == []
+
+
 def test_two_runs_of_one_name_have_two_ids_and_their_differences_are_named(tmp_path: Path) -> None:
     first = record_run(tmp_path / "a")
     second = record_run(tmp_path / "b")

@@ -10,6 +10,7 @@ import os
 import pty
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -178,13 +179,50 @@ def test_a_torn_file_costs_only_its_own_part(name: str, content: bytes, tmp_path
 
 
 def test_a_store_of_a_later_version_is_a_note(tmp_path: Path) -> None:
-    import sqlite3
-
     folder = filled_run(tmp_path)
     with sqlite3.connect(folder.store_path) as db:
         db.execute("PRAGMA user_version=999")
     db.close()
     assert "a later version of invrl wrote it" in frame(folder, width=400)
+
+
+def test_a_store_that_another_process_holds_alone_is_a_note(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    with contextlib.closing(sqlite3.connect(folder.store_path, isolation_level=None)) as holder:
+        holder.execute("INSERT INTO flushes VALUES (77, 1.0)")  # makes the index that processes share
+        holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+        holder.execute("INSERT INTO flushes VALUES (78, 1.0)")
+        assert folder.store_path.with_name("run.sqlite-shm").exists()
+        text = frame(folder, width=400)
+    assert "another process holds it alone" in text
+    assert "reward 0.1 -> 0.8" in text, "the metrics are shown"
+    assert "exception 1" in frame(folder), "it is read when it is free"
+
+
+def test_a_run_without_evaluations_has_no_scores(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    for row in rows:
+        del row["eval/sampled/accuracy"]
+    folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = frame(folder)
+    assert "reward 0.1 -> 0.8" in text
+    assert "sampled/" not in text
+
+
+def test_large_and_binary_texts_and_many_metrics_fit_on_a_screen(tmp_path: Path) -> None:
+    run = record_run(tmp_path)
+    detail = "\x00\x01\x7f " + "x" * 1_000_000 + "\n" + "y" * 1_000_000
+    run.add("t" * 1_000_000, "z" * 1_000_000, 0.0, failure=FailureReason.EXCEPTION, detail=detail)
+    run.writer.close()
+    run.ledger.close()
+    row = {"step": 1, "time": 1.0, "rollout/reward_mean": 0.5} | {f"m/{n}": float(n) for n in range(10_000)}
+    run.folder.metrics_path.write_text(json.dumps(row) + "\n")
+    text = frame(run.folder)
+    assert "exception 1" in text
+    assert "\x00" not in text
+    assert len(text.splitlines()) <= 60
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
@@ -199,7 +237,8 @@ def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--once"], ["/nowhere"], ["RUN", "--onec"], ["RUN", "RUN"], ["RUN", "--interval-s=0"]]
+    "arguments",
+    [[], ["--once"], ["/nowhere"], ["/tmp"], ["RUN", "--onec"], ["RUN", "RUN"], ["RUN", "--interval-s=0"]],
 )
 def test_bad_input_is_refused(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
