@@ -67,8 +67,9 @@ class _RequestStream(io.RawIOBase):
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = _CLIENT_DEADLINE_S
+
     def setup(self) -> None:
-        self.timeout = _CLIENT_DEADLINE_S
         super().setup()
         self.rfile = io.BufferedReader(_RequestStream(self.connection, _CLIENT_DEADLINE_S))
 
