@@ -129,3 +129,14 @@ def meta_text(db: sqlite3.Connection, key: str) -> str:
 
 def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
     db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))
+
+
+def rollout_of(db: sqlite3.Connection, session_id: str) -> int | None:
+    """The row of the rollout that a session belongs to."""
+    sql = (
+        "SELECT id FROM rollouts WHERE session_id=? UNION ALL SELECT rollout FROM children WHERE session_id=?"
+    )
+    row = db.execute(sql, (session_id, session_id)).fetchone()
+    if row is None:
+        return None
+    return row[0]

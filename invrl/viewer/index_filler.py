@@ -1,8 +1,7 @@
 """Fills the index of a run from its store, in batches, and again whenever the store has grown.
 
-Sessions are followed by their rows, turns by `seq`, the ledger by incarnation and sequence. What became of a
-rollout is decided as `observe/samples.py` decides it. An incarnation that is new may make entries lost that
-were read before, so the ledger is read again then."""
+Sessions are followed by their rows, turns by `seq`. What became of a rollout says `indexed_fates.py`, what
+training did with its tokens `indexed_training.py`."""
 
 from __future__ import annotations
 
@@ -16,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
-from invrl.errors import RunStoreError
 from invrl.gateway.types import Message
 from invrl.observe.samples import failure_reward, parse_evaluation
 from invrl.observe.transcript import message_text
-from invrl.reasons import DropReason, FailureReason
+from invrl.reasons import FailureReason
 from invrl.store.rows import outcome_from_json
-from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps, tokens_path
 from invrl.types import FailedRollout, Outcome, RolloutSummary
-from invrl.viewer.index_file import TURN_BITS, meta_number, meta_text, set_meta
+from invrl.viewer.index_file import TURN_BITS, meta_number, meta_text, rollout_of, set_meta
+from invrl.viewer.indexed_fates import IndexedFates
+from invrl.viewer.indexed_training import IndexedTraining
 
 if TYPE_CHECKING:
     from invrl.buffer.config import FailureRule
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 _FIRST_BATCH = 200
 """Sessions of a new index, so that there is something to see at once."""
 _SESSION_BATCH = 2_000
-_LEDGER_BATCH = 20_000
 _TURN_BATCH = 1_000
 _TURN_BATCH_BYTES = 4_000_000
 _DETAIL_LENGTH = 300
@@ -45,10 +41,6 @@ _SESSION = 'rowid, id, task_id, group_id, "index", attempt, purpose, opened_at, 
 _NEW_SESSIONS = f"SELECT {_SESSION} FROM sessions WHERE rowid>? ORDER BY rowid LIMIT ?"
 _SESSIONS = f"SELECT {_SESSION} FROM sessions WHERE rowid IN (SELECT value FROM json_each(?))"
 _NEW_TURNS = "SELECT seq, session_id, logprobs, messages FROM turns WHERE seq>? ORDER BY seq LIMIT ?"
-_NEW_ENTRIES = """
-    SELECT incarnation, sequence, group_id, "index", attempt, state, reason, batch_id, session_id
-    FROM ledger WHERE (incarnation, sequence) > (?, ?) ORDER BY incarnation, sequence LIMIT ?
-"""
 _ADD_ROLLOUT = """
     INSERT OR REPLACE INTO rollouts (
       id, session_id, task_id, task, group_id, "index", attempt, purpose, evaluation, step, state, reason,
@@ -61,11 +53,6 @@ _ADD_ROLLOUT = """
       :turns_read, :logprob_sum, :logprob_count, :logprob, :advantage, :gap)
 """
 _KEPT_COLUMNS = "turns_read, logprob_sum, logprob_count, logprob, advantage, gap"
-_SET_FATE = """
-    UPDATE rollouts SET state=:state, reason=:reason, step=:step, trained=(:state = 'trained'),
-      staleness=CASE WHEN :step IS NULL THEN NULL ELSE MAX(0, :step - 1 - oldest_version) END
-    WHERE session_id=:session_id AND purpose='train'
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +103,8 @@ class IndexFiller:
         trained_tokens: Path,
     ) -> None:
         self._store = store
-        self._trained_tokens = trained_tokens
+        self._fates = IndexedFates(store, index)
+        self._trained = IndexedTraining(store, index, trained_tokens)
         self._index = index
         self._rules = rules
         self._is_live = is_live
@@ -147,12 +135,12 @@ class IndexFiller:
         try:
             # What a person sees first comes first: all rollouts and what became of them, then their texts.
             has_more = self._add_sessions()
-            has_more = self._read_ledger() or has_more
+            has_more = self._fates.read() or has_more
             if not has_more:
                 has_more = self._update_open() or has_more
                 has_more = self._add_turns() or has_more
             if not has_more:
-                has_more = self._add_trained_tokens()
+                has_more = self._trained.read()
             self._index.execute("COMMIT")
         except BaseException:
             self._index.execute("ROLLBACK")
@@ -208,20 +196,9 @@ class IndexFiller:
         self._rate_tasks(tasks)
 
     def _add_child(self, session_id: str, parent_id: str) -> None:
-        rollout = self._rollout_of(parent_id)
+        rollout = rollout_of(self._index, parent_id)
         if rollout is not None:
             self._index.execute("INSERT OR REPLACE INTO children VALUES (?,?)", (session_id, rollout))
-
-    def _rollout_of(self, session_id: str) -> int | None:
-        """The row of the rollout that a session belongs to."""
-        sql = (
-            "SELECT id FROM rollouts WHERE session_id=? "
-            "UNION ALL SELECT rollout FROM children WHERE session_id=?"
-        )
-        row = self._index.execute(sql, (session_id, session_id)).fetchone()
-        if row is None:
-            return None
-        return row[0]
 
     def _add_rollout(self, values: dict[str, Any]) -> None:
         sql = f"SELECT {_KEPT_COLUMNS} FROM rollouts WHERE id=?"
@@ -329,8 +306,7 @@ class IndexFiller:
             if values["ended"]:
                 values["state"] = "served"
             return
-        sql = "SELECT state, reason, step FROM fates WHERE session_id=?"
-        fate = self._index.execute(sql, (values["session_id"],)).fetchone()
+        fate = self._fates.of(values["session_id"])
         if fate is None:
             return
         values["state"], values["reason"], values["step"] = fate
@@ -378,115 +354,6 @@ class IndexFiller:
             distances.append((distance, rollout))
         self._index.executemany("UPDATE rollouts SET surprise=? WHERE id=?", distances)
 
-    # ------------------------------------------------------------------ the ledger
-
-    def _read_ledger(self) -> bool:
-        incarnations = incarnations_in(self._store)
-        if len(incarnations) != meta_number(self._index, "incarnations"):
-            self._index.execute("DELETE FROM fates")
-            self._index.execute("DELETE FROM places")
-            set_meta(self._index, "incarnations", len(incarnations))
-            set_meta(self._index, "entry_incarnation", 0)
-            set_meta(self._index, "entry_sequence", -1)
-        last_entry = (
-            meta_number(self._index, "entry_incarnation"),
-            meta_number(self._index, "entry_sequence"),
-        )
-        rows = self._store.execute(_NEW_ENTRIES, (*last_entry, _LEDGER_BATCH)).fetchall()
-        if not rows:
-            return False
-        self._follow(rows, first_lost_sequences(incarnations))
-        set_meta(self._index, "entry_incarnation", rows[-1][0])
-        set_meta(self._index, "entry_sequence", rows[-1][1])
-        return True
-
-    def _follow(self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]) -> None:
-        """The fates of the rollouts that these entries name, as `observe/samples.py` reads them."""
-        places: dict[tuple[str, int, int], str] = {}
-        fates: dict[str, tuple[str, str | None, int | None]] = {}
-        for incarnation, sequence, group_id, index, attempt, state, reason, batch_id, named_id in rows:
-            if sequence >= lost_from.get(incarnation, 0):
-                if named_id and named_id not in fates and self._fate(named_id) is None:
-                    fates[named_id] = ("lost", None, None)
-                continue
-            place = (group_id, index, attempt)
-            if named_id:
-                places[place] = named_id
-            session_id = places.get(place) or self._session_at(place)
-            if not session_id:
-                continue
-            step = None
-            if batch_id is not None:
-                step = batch_id + 1  # batches are numbered from 0, steps from 1
-            elif reason == DropReason.NOT_TRAINED:
-                before = fates.get(session_id) or self._fate(session_id)
-                step = before[2] if before else None
-            fates[session_id] = (state, reason, step)
-        self._index.executemany(
-            "INSERT OR REPLACE INTO places VALUES (?,?,?,?)",
-            [(*place, session_id) for place, session_id in places.items()],
-        )
-        values = [
-            {"session_id": session_id, "state": fate[0], "reason": fate[1], "step": fate[2]}
-            for session_id, fate in fates.items()
-        ]
-        self._index.executemany(
-            "INSERT OR REPLACE INTO fates VALUES (:session_id, :state, :reason, :step)", values
-        )
-        self._index.executemany(_SET_FATE, values)
-
-    def _fate(self, session_id: str) -> tuple[str, str | None, int | None] | None:
-        sql = "SELECT state, reason, step FROM fates WHERE session_id=?"
-        return self._index.execute(sql, (session_id,)).fetchone()
-
-    def _session_at(self, place: tuple[str, int, int]) -> str:
-        sql = 'SELECT session_id FROM places WHERE group_id=? AND "index"=? AND attempt=?'
-        row = self._index.execute(sql, place).fetchone()
-        if row is None:
-            return ""
-        return row[0]
-
-    # ------------------------------------------------------------------ what training did
-
-    def _add_trained_tokens(self) -> bool:
-        """The advantages and the trainer's log-probs of one step that was written since."""
-        try:
-            written = self._trained_tokens.stat().st_mtime_ns
-        except OSError:
-            return False
-        if written == meta_number(self._index, "tokens_written"):
-            return False
-        for step in recorded_steps(self._trained_tokens):
-            key = f"tokens_of_step_{step}"
-            changed = tokens_path(self._trained_tokens, step).stat().st_mtime_ns
-            if changed == meta_number(self._index, key):
-                continue
-            set_meta(self._index, key, changed)
-            self._add_step(step)
-            return True
-        set_meta(self._index, "tokens_written", written)
-        return False
-
-    def _add_step(self, step: int) -> None:
-        """A damaged file counts as none: the page of a token says what is wrong with it."""
-        try:
-            turns = read_trained_tokens(self._trained_tokens, step)
-        except RunStoreError:
-            return
-        sums: dict[int, NDArray[np.float64]] = {}
-        sql = "SELECT id, session_id, logprobs FROM turns WHERE id IN (SELECT value FROM json_each(?))"
-        for turn_id, session_id, logprobs in self._store.execute(sql, (json.dumps(list(turns)),)):
-            rollout = self._rollout_of(session_id)
-            engine_N = np.frombuffer(logprobs, np.float32)
-            if rollout is None or len(engine_N) != len(turns[turn_id].trained_N):
-                continue
-            sums[rollout] = sums.get(rollout, np.zeros(4)) + _sums(turns[turn_id], engine_N)
-        values = [
-            (_share(advantages, tokens), _share(gaps, compared), rollout)
-            for rollout, (advantages, tokens, gaps, compared) in sums.items()
-        ]
-        self._index.executemany("UPDATE rollouts SET advantage=?, gap=? WHERE id=?", values)
-
     # ------------------------------------------------------------------ what was said
 
     def _add_turns(self) -> bool:
@@ -507,7 +374,7 @@ class IndexFiller:
         return True
 
     def _add_turn(self, session_id: str, logprobs: bytes, messages: bytes) -> None:
-        rollout = self._rollout_of(session_id)
+        rollout = rollout_of(self._index, session_id)
         if rollout is None:
             return  # a turn without its session, which no run leaves
         logprobs_T = np.frombuffer(logprobs, np.float32)
@@ -522,27 +389,6 @@ class IndexFiller:
         text = _said_in(messages)
         document = (rollout << TURN_BITS) + number
         self._index.execute("INSERT INTO said (rowid, text) VALUES (?,?)", (document, text))
-
-
-def _sums(turn: TrainedTurn, engine_N: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Sum and number of the advantages of trained tokens, and of the gaps between engine and trainer."""
-    gaps_N = np.abs(engine_N.astype(np.float64) - turn.logprobs_N)
-    compared_N = turn.trained_N & np.isfinite(gaps_N)
-    advantages_N = turn.advantages_N.astype(np.float64)
-    return np.array(
-        [
-            advantages_N[turn.trained_N].sum(),
-            turn.trained_N.sum(),
-            gaps_N[compared_N].sum(),
-            compared_N.sum(),
-        ]
-    )
-
-
-def _share(total: float, count: float) -> float | None:
-    if not count:
-        return None
-    return float(total / count)
 
 
 def _said_in(messages: bytes) -> str:
