@@ -423,6 +423,13 @@ class AlgorithmConfig(Section):
     )
     rejection_low: NonNegativeFloat = Field(0.0, description="lowest ratio that is kept; 0: no bound")
     rejection_high: NonNegativeFloat = Field(0.0, description="highest ratio that is kept; 0: no bound")
+    router_shift_floor: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="smallest factor of a token's current/old ratio for experts whose routers have moved "
+        "since the old policy (RSPO: 0.8); 0: no such factor",
+    )
     aggregation: Literal["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"] = Field(
         "token_mean",
         description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
