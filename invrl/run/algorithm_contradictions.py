@@ -127,9 +127,14 @@ def _loss(config: Config) -> Contradictions:
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
+        if surrogate == "gmpo":
+            reason = "gmpo clips the ratios of single tokens before it takes their mean"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+    if algorithm.ratio_level != "token" or surrogate == "gmpo":
+        level = "gmpo" if surrogate == "gmpo" else algorithm.ratio_level
         reason = (
-            f"a {algorithm.ratio_level} ratio is one number for all tokens of a row, and this would give "
-            "each of them a factor of its own"
+            f"a {level} ratio is one number for all tokens of a row, and this would give each of them a "
+            "factor of its own"
         )
         if algorithm.correction == "truncated":
             fix = "set --correction geometric_truncated, sequence_truncated or none"

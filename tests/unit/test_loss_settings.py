@@ -39,6 +39,8 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--ratio-level sequence --policy-loss dppo_tv", "ratio_level", "masks single tokens", "leave"),
         ("--ratio-level sequence --policy-loss policy_gradient", "ratio_level", "has no ratio", "leave"),
+        ("--policy-loss gmpo", "correction", "one number for all tokens", "geometric_truncated"),
+        ("--policy-loss gmpo --ratio-level sequence", "ratio_level", "clips the ratios of single", "leave"),
         ("--policy-loss vespo", "correction", "count twice", "--correction none"),
         ("--correction-floor 3", "correction_floor", "above correction_cap = 2", "--correction-cap"),
         ("--rejection token", "rejection", "neither bound", "--rejection-high"),
