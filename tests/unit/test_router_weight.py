@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.example import example_inputs
+from invrl.algorithms.example import example_inputs, try_objective
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import Needs, needs_of
 from invrl.algorithms.router_shift import layer_shift, score_logprobs
+from invrl.cli.checks.model_checks import check_trainable
 from invrl.cli.flags import parse_flags
-from invrl.errors import ConfigError
+from invrl.errors import ConfigError, PluginError
 from invrl.metrics import resolve
+from invrl.run.config import Config
 from invrl.run.config import resolve as resolve_settings
-from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
 
 FLOOR = 0.8
 RSPO = AlgorithmConfig(router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=0.0)
@@ -202,20 +203,43 @@ def test_what_contradicts_is_refused(flags: str, reason: str, fix: str) -> None:
     assert fix in str(refusal.value)
 
 
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    shape = read_hf_config(make_tiny_model(tmp_path / "dense"))
-    TrainConfig().check_model(shape)
-    with pytest.raises(ConfigError, match=r"has no experts.*--router-shift-floor"):
-        TrainConfig().check_model(shape, Needs(old=True, router_shift=True))
+def of_run(model: Path, *flags: str) -> Config:
+    return resolve_settings(
+        *parse_flags(
+            ["--model-path", str(model), "--router-shift-floor", "0.8", *flags, "--num-minibatches=2"]
+        )
+    )
 
 
-def test_several_pipeline_stages_are_refused(tmp_path: Path) -> None:
-    shape = read_hf_config(make_family_model(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2))
-    stages = TrainConfig(pipeline_model_parallel_size=2)
-    stages.check_model(shape)
-    needs = Needs(old=True, router_shift=True)
-    TrainConfig().check_model(shape, needs)
+def test_before_any_process_starts_a_dense_model_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"(?s)router_shift_floor.*has no experts.*--router-shift-floor"):
+        check_trainable(of_run(model))
+
+
+def test_before_any_process_starts_several_pipeline_stages_are_refused(tmp_path: Path) -> None:
+    model = make_family_model(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2)
+    check_trainable(of_run(model))
     with pytest.raises(
         ConfigError, match=r"(?s)pipeline_model_parallel_size.*last stage.*one pipeline stage"
     ):
-        stages.check_model(shape, needs)
+        check_trainable(of_run(model, "--pipeline-model-parallel-size", "2"))
+
+
+def of_shift(inputs: LossInputs) -> LossOutputs:
+    assert inputs.router_shift_N is not None
+    return LossOutputs(loss=(inputs.current_N * inputs.router_shift_N).sum(), metrics={})
+
+
+def without_old(inputs: LossInputs) -> LossOutputs:
+    return of_shift(inputs)
+
+
+of_shift.needs = Needs(old=True, router_shift=True)
+without_old.needs = Needs(router_shift=True)
+
+
+def test_an_objective_of_the_user_s_declares_it_with_old() -> None:
+    try_objective(AlgorithmConfig(objective=f"{__name__}:of_shift"))
+    with pytest.raises(PluginError, match=r"(?s)not `old`.*old=True"):
+        needs_of(AlgorithmConfig(objective=f"{__name__}:without_old"))
