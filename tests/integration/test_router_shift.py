@@ -67,7 +67,9 @@ class RoutingReference(Reference):
         self._replays = replays
         self._row = b""
         for number, layer in enumerate(self.model.model.layers):
-            if number not in DENSE_LAYERS:
+            if hasattr(layer.mlp, "route_tokens_to_experts"):  # a router with sigmoid scores
+                self._listen(number, layer.mlp)
+            elif hasattr(layer.mlp, "gate"):
                 self._take_over(number, layer.mlp.gate)
 
     def logprobs(self, sample: TrainSample) -> torch.Tensor:
@@ -106,6 +108,17 @@ class RoutingReference(Reference):
 
         gate.forward = route
 
+    def _listen(self, number: int, layer: Any) -> None:
+        choose = layer.route_tokens_to_experts
+
+        def route(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            chosen, weights = choose(logits)
+            scores = 1.0 / (1.0 + (-logits.detach()).exp())
+            self.routed[self._row][number] = Routed(chosen, scores / scores.sum(-1, keepdim=True))
+            return chosen, weights
+
+        layer.route_tokens_to_experts = route
+
 
 def settings(*, lr: float = 5e-3, replay: str = "none", share_prefixes: bool = True) -> TrainConfig:
     return TrainConfig.model_validate(
@@ -124,14 +137,30 @@ def trained(samples: Sequence[TrainSample]) -> int:
     return sum(int(sample.loss_mask_T.sum()) for sample in samples)
 
 
+@pytest.fixture(scope="module")
+def sigmoid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_model(
+        tmp_path_factory.mktemp("sigmoid") / "model", "glm4_moe", num_hidden_layers=LAYERS
+    )
+
+
 @pytest.mark.parametrize("replay", ["none", "trainer"])
 def test_an_update_weighs_tokens_by_how_far_routers_have_moved(
     pool: RankPool, model: Path, replay: str
 ) -> None:
     """Also where the experts of the old policy are replayed."""
+    check_update(pool, model, replay)
+
+
+def test_a_router_s_sigmoid_scores_are_shares_of_their_sum(pool: RankPool, sigmoid_model: Path) -> None:
+    """They are chosen by a bias and in groups, which are no part of the shares."""
+    check_update(pool, sigmoid_model, "none", lr=1e-2)
+
+
+def check_update(pool: RankPool, model: Path, replay: str, *, lr: float = 5e-3) -> None:
     batch = random_batch(1)
     shares = replay == "none"  # replay sends a shared prefix to the experts of its first row
-    trainer = pool.build(model, train=settings(replay=replay, share_prefixes=shares), algorithm=RSPO)
+    trainer = pool.build(model, train=settings(lr=lr, replay=replay, share_prefixes=shares), algorithm=RSPO)
     metrics = resolve(trainer.train(batch, steps=2))
     first, second = trainer.steps()
     before, mini = mini_batches(batch, 2)
