@@ -208,7 +208,7 @@ def test_a_preset_s_loss_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
     assert algorithm.policy_loss in SURROGATES
-    inputs = example_inputs()
+    inputs = example_inputs(with_router_shift=algorithm.router_shift_floor > 0)
     staleness_N = torch.ones_like(inputs.advantages_N)
     policy_loss(replace(inputs, columns={"staleness": staleness_N}), algorithm).loss.backward()
     assert inputs.current_N.grad is not None

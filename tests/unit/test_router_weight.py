@@ -79,8 +79,8 @@ def test_the_shift_of_a_layer_is_that_of_the_experts_that_were_chosen(
 
 
 def expected_loss(current: list[float], still: list[float], shifts: list[float], level: str) -> float:
-    """Of the example's rows: PPO's clip with a weighted ratio, a mean over all tokens. `still`: the current
-    log-probs where their gradient is stopped."""
+    """Of the example's rows: PPO's clip with a weighted ratio, or GMPO's, a mean over all tokens. `still`: the
+    current log-probs where their gradient is stopped."""
     inputs = example_inputs()
     assert inputs.old_N is not None
     old = inputs.old_N.double().tolist()
@@ -90,6 +90,14 @@ def expected_loss(current: list[float], still: list[float], shifts: list[float],
     for t in range(len(current)):
         members = [s for s in range(len(current)) if row_of[s] == row_of[t]]
         weights = {s: max(math.exp(-shifts[s]), FLOOR) for s in members}
+        if level == "gmpo":
+            logs: list[float] = []
+            for s in members:
+                sign = (advantages[s] > 0) - (advantages[s] < 0)
+                log_ratio = math.log(math.exp(current[s] - old[s]) * weights[s])
+                logs.append(sign * min(sign * log_ratio, sign * min(max(log_ratio, -0.2), 0.2)))
+            total -= math.exp(sum(logs) / len(logs)) * advantages[t]
+            continue
         if level == "token":
             ratio = math.exp(current[t] - old[t]) * weights[t]
         else:
@@ -109,10 +117,11 @@ def expected_loss(current: list[float], still: list[float], shifts: list[float],
 @given(
     seed=st.integers(0, 2**31),
     scale=st.sampled_from([0.0, 0.1, 0.5]),
-    level=st.sampled_from(["token", "sequence", "sequence_token"]),
+    level=st.sampled_from(["token", "sequence", "sequence_token", "gmpo"]),
 )
 def test_the_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: float, level: str) -> None:
-    config = RSPO.model_copy(update={"ratio_level": level})
+    axis = {"policy_loss": "gmpo"} if level == "gmpo" else {"ratio_level": level}
+    config = RSPO.model_copy(update=axis)
     rng = np.random.default_rng(seed)
     inputs = example_inputs()
     num_tokens = inputs.current_N.numel()
