@@ -79,8 +79,8 @@ def test_the_shift_of_a_layer_is_that_of_the_experts_that_were_chosen(
 
 
 def expected_loss(current: list[float], still: list[float], shifts: list[float], level: str) -> float:
-    """Of the example's rows: PPO's clip with a weighted ratio, or GMPO's, a mean over all tokens. `still`: the
-    current log-probs where their gradient is stopped."""
+    """Of the example's rows: PPO's clip with a weighted ratio, or GMPO's, a mean over all tokens. `still`:
+    the current log-probs where their gradient is stopped."""
     inputs = example_inputs()
     assert inputs.old_N is not None
     old = inputs.old_N.double().tolist()
