@@ -34,8 +34,16 @@ logger = logging.getLogger(__name__)
 class Sink:
     """One destination. Its methods may raise; those of `RunObserver` do not."""
 
+    @property
+    def shows_awaited(self) -> bool:
+        """Whether it makes use of `awaits`."""
+        return False
+
     def phase(self, name: str, step: int) -> None:
         """The run begins this phase of a step. Step 0 is before the first."""
+
+    def awaits(self, text: str) -> None:
+        """What the phase waits for now, such as "37 of 64 rollouts"; "" if that is not known."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step is done, with these metric values. Step 0 holds the evaluation before training."""
@@ -246,6 +254,13 @@ class RunObserver(Sink):
 
     def phase(self, name: str, step: int) -> None:
         self._call_each(lambda sink: sink.phase(name, step))
+
+    @property
+    def shows_awaited(self) -> bool:
+        return any(sink.shows_awaited for sink in self._sinks)
+
+    def awaits(self, text: str) -> None:
+        self._call_each(lambda sink: sink.awaits(text))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._call_each(lambda sink: sink.step(step, values))

@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,8 @@ from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import feedback_notes, label_notes
+from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
+from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
@@ -84,11 +85,13 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         data = load_run_data(config)
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
-    display = open_progress(config.run.progress, num_steps)
+    rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
+    display = open_progress(config.run.progress, num_steps, rows)
     observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
-    _note_settings(config, folder, start, observer)
-    _keep_tokenizer(config, folder)
-    try:
+    awaited = AwaitedWork(observer, phase)
+    try:  # the display is to leave the terminal as it was, whatever happens
+        _note_settings(config, folder, start, observer)
+        _keep_tokenizer(config, folder)
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
             if checkpoint:
@@ -96,9 +99,9 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
                 checkpoint.check(config.model.folder)
             interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
         elif data is not None:
-            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
+            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data, awaited))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited)
             interrupts.run(run.run())
     finally:
         observer.close()
@@ -152,6 +155,7 @@ class _TrainingRun:
     observer: RunObserver
     phase: CurrentPhase
     start: Start
+    awaited: AwaitedWork
 
     async def run(self) -> None:
         num_steps = self.config.run.num_steps
@@ -163,10 +167,14 @@ class _TrainingRun:
         self.folder.finished_path.unlink(missing_ok=True)
         await asyncio.to_thread(check_store_at, self.start, self.folder)
         abandon_open_sessions(self.folder.store_path)
+        starting = PartsStarting()
+        self.awaited.questions["starting"] = starting.text
         async with (
-            start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster,
+            in_background(self.awaited.report()),
+            start_cluster(self.config, self.folder, self.start.read_snapshot(), starting) as cluster,
             AsyncExitStack() as stack,
         ):
+            self._ask_of(cluster)
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             report_span(self.observer, "starting", 0, began=started_at)
@@ -194,6 +202,8 @@ class _TrainingRun:
         if self.start.checkpoint:
             await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
         updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
+        self.awaited.questions["sync"] = updater.phase_text
+        self.awaited.questions["starting"] = updater.phase_text
         version = WeightVersion(self.start.step)
         await updater.update(version)
         await stack.enter_async_context(answer_verifications(self.folder, updater.verify))
@@ -205,6 +215,18 @@ class _TrainingRun:
             save=self._saver(trainer),
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
+
+    def _ask_of(self, cluster: Cluster) -> None:
+        """Whom the live display asks what a phase waits for."""
+        group_size = self.config.rollout.n_samples_per_prompt
+        questions = self.awaited.questions
+
+        async def rollouts() -> str:
+            return rollouts_text(await cluster.buffer.waiting(), group_size)
+
+        questions["rollout"] = rollouts
+        if cluster.trainer is not None:
+            questions["train"] = cluster.trainer.place_text
 
     def _saver(self, trainer: TrainHandle) -> Save:
         """How the loop saves a checkpoint."""
@@ -225,11 +247,12 @@ class _TrainingRun:
         waits = report_waits(cluster.buffer, self.phase, self.observer, _deadlines(self.config))
         interval_s = self.config.run.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
-        async with _in_background(waits), _in_background(samples):
+        async with in_background(waits), in_background(samples):
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:
                 held_out = HeldOutEvaluations(self.config, self.folder, cluster.rollouts, self.observer)
+                self.awaited.questions["evaluating"] = held_out.tasks.text
                 accuracy_before = await held_out.before_training(self.start.step)
             cluster.rollouts.dispatch()
             last_step = await self._run_loop(cluster, learner, held_out)
@@ -265,7 +288,7 @@ class _TrainingRun:
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
-        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
+        async with in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,
                 done=self.start.step,
@@ -323,17 +346,6 @@ class _TrainingRun:
             await first_to_fail(saving, trainer.watch())
         except ServerError as error:  # a rank does not answer any more
             self.observer.note(f"the newest weights could not be saved: {error}")
-
-
-@asynccontextmanager
-async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Runs `work` beside the block, and cancels it at the block's end."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 def _deadlines(config: Config) -> Deadlines:

@@ -72,6 +72,7 @@ from invrl.train.schedule import (
 )
 from invrl.train.sharding import Shard
 from invrl.train.spanning_turns import sampled_after_update
+from invrl.train.step_place import StepProgress
 from invrl.types import TrainBatch
 
 _WITHOUT_CANDIDATES = (
@@ -164,6 +165,8 @@ class TrainStep:
     """None: no layer has experts."""
     coefficients: Coefficients = field(init=False)
     """As the batches so far have adapted them."""
+    progress: StepProgress = field(default_factory=StepProgress, init=False)
+    """What is computed now. It may be read by other threads."""
     _objective: Objective = field(init=False)
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
@@ -191,6 +194,7 @@ class TrainStep:
         prepared = self.prepare(shard)
         values = None
         if self.critic is not None and prepared.packed:
+            self.progress.begin("values of the critic")
             with _timed(prepared.seconds, "values"):
                 values = self.critic.values(prepared.packed)
         judged = self.judge(prepared, values)
@@ -246,8 +250,10 @@ class TrainStep:
             judged.targets,
             strict=True,
         ):
+            self.progress.next_mini_batch(len(packed))
             if self.critic is not None:
                 assert targets is not None, "the critic has judged the batch"
+                self.progress.begin("gradients of the critic")
                 with _timed(seconds, "critic"):
                     critic_step = self.critic.step(packed_rows, targets)
                 if not math.isfinite(critic_step.grad_norm):
@@ -282,6 +288,7 @@ class TrainStep:
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+        self.progress.end()
         metrics |= self._adapt(metrics)
         self._move_reference(prepared.shard)
         if self.critic is not None:
@@ -328,11 +335,13 @@ class TrainStep:
     ) -> tuple[float, list[dict[str, Metric]]]:
         """The optimizer's step on a mini-batch. Returns the norm of its gradient, and the metrics of each
         micro-batch. With a norm of 0, or one that is not finite, no weight has changed."""
+        self.progress.begin("gradients")
         with _timed(seconds, "forward_backward"):
             loss_metrics = self._forward_backward(work)
         seconds["forward_backward"] -= self._loss_seconds
         seconds["objective"] += self._loss_seconds
         grad_norm = math.nan
+        self.progress.begin("optimizer step")
         with _timed(seconds, "optimizer"):
             if not any_rank(bool(self._bad_losses)):
                 grad_norm = apply_gradients(self.optimizer)
@@ -350,7 +359,11 @@ class TrainStep:
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             work = self._loss_work(mini_batch, packed_rows, None, reference, numbers)
             with torch.no_grad():
-                measured += run_schedule(self.chunks, self._evaluation_step, work, forward_only=True)
+                self.progress.begin("held-out rows")
+                measured += run_schedule(
+                    self.chunks, self._evaluation_step, work, forward_only=True, progress=self.progress
+                )
+        self.progress.end()
         return merge(measured)
 
     def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -418,13 +431,16 @@ class TrainStep:
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
         """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
         on a pipeline stage that is not the last."""
-        [logprobs] = self._forward([self._pack(rows)])
+        [logprobs] = self._forward([self._pack(rows)], "log-probs")
         return logprobs
 
-    def _forward(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
+    def _forward(self, packed: Sequence[Packed], work: str) -> list[SampleNumbers]:
         """One forward pass of the model over all these rows, as it is now: what `logprobs` returns, for each
-        part."""
-        return forward_pass(self.chunks, packed)
+        part. `work`: its name in `progress`."""
+        self.progress.begin(work)
+        logprobs = forward_pass(self.chunks, packed, self.progress)
+        self.progress.end_pass()
+        return logprobs
 
     def _old_logprobs(
         self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
@@ -440,9 +456,9 @@ class TrainStep:
             return [None] * len(shard)
         with _timed(seconds, "old_logprobs"):
             if self.routing is None or self.train.routing_replay != "trainer":
-                return [None, *self._forward(packed[1:])]
+                return [None, *self._forward(packed[1:], "old log-probs")]
             with self.routing.recording():
-                old_by_step = self._forward(packed[1:])
+                old_by_step = self._forward(packed[1:], "old log-probs")
             routed = iter(self.routing.with_recorded(micro_batches_of(packed[1:])))
             for index in range(1, len(packed)):
                 part = packed[index]
@@ -465,7 +481,7 @@ class TrainStep:
             micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
             unrouted.append(Packed(part.rows, micro_batches))
         with _timed(seconds, phase), frozen.in_place():
-            return [*self._forward(unrouted)]
+            return [*self._forward(unrouted, f"log-probs of the {phase}")]
 
     def judge(self, prepared: Prepared, values: Sequence[SampleNumbers] | None) -> Judged:
         """Advantages and the critic's targets, before the batch's first optimizer step. `values`: the
@@ -509,7 +525,7 @@ class TrainStep:
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with _timed(seconds, "old_logprobs"):
-            [logprobs] = self._forward([packed])
+            [logprobs] = self._forward([packed], "old log-probs")
         return logprobs
 
     def _loss_work(
@@ -554,7 +570,7 @@ class TrainStep:
         if not needs_of(self.algorithm).row_table:
             return numbers
         with _timed(seconds, "row_table"):
-            [current] = self._forward([packed])
+            [current] = self._forward([packed], "rows to compare")
             indices = [index for index, sample in enumerate(mini_batch.samples) if sample.loss_mask_T.any()]
             table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
             coupled = coupling_of(self.algorithm.objective, self._objective)(table)
@@ -603,7 +619,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         if self.expert_routers is not None:
             self.expert_routers.clear()
-        return run_schedule(self.chunks, self._forward_step, work, forward_only=False)
+        return run_schedule(self.chunks, self._forward_step, work, forward_only=False, progress=self.progress)
 
     def _forward_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
         """Megatron's forward step: the model's output, and the function that makes a loss of it."""

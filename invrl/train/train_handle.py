@@ -43,6 +43,7 @@ Answer = TypeVar("Answer")
 Argument = TypeVar("Argument")
 ActorT = TypeVar("ActorT", bound=RankActor[Any])
 
+_PLACE_TIMEOUT_S = 5.0
 _DEATH_S = 10.0
 """How long Ray may take to report a death. Ranks whose collective broke because of it report earlier."""
 
@@ -197,6 +198,10 @@ class TrainHandle:
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
         measured = await self._call_with_shards(TrainActor.evaluate, shards)
         return merge(self._reported(measured))
+
+    async def place_text(self) -> str:
+        """What rank 0 computes now, as text. A failure kills no rank. Raises ServerError, DeadlineError."""
+        return str(await self._actors[0].call(TrainActor.place, _PLACE_TIMEOUT_S))
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         answers = await self._call_model_copy(TrainActor.logprobs, prompts)

@@ -20,7 +20,8 @@ from checks_by_name import run_check
 from rich.console import Console
 
 from invrl.errors import ConfigError
-from invrl.observe.progress import LiveProgress, PlainProgress, open_progress
+from invrl.observe.live_progress import LiveProgress
+from invrl.observe.progress import PlainProgress, open_progress
 from invrl.observe.sinks import (
     JsonlSink,
     PhaseFile,
@@ -381,9 +382,9 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
     progress = LiveProgress(5, console)
     progress.step(2, {"rollout/reward_mean": 0.25, "time/rollout_tokens_per_s": 123.0})
     progress.phase("train", 3)
-    progress.close()
     with console.capture() as drawn:
         console.print(progress.render())
+    progress.close()
     for part in ("step 3/5", "train", "reward", "0.25", "123"):
         assert part in drawn.get()
 

@@ -1,0 +1,16 @@
+"""Work that goes on beside a block, such as reports for the console."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Runs `work` beside the block, and cancels it at the block's end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
