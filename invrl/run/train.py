@@ -48,6 +48,7 @@ from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.served_metrics import ServedMetrics
 from invrl.run.teacher import Teacher, open_teacher
 from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
@@ -85,12 +86,15 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         data = load_run_data(config)
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
+    metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
+    sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
-    display = open_progress(config.run.progress, num_steps, rows)
-    observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
+    observer = RunObserver([*sinks, open_progress(config.run.progress, num_steps, rows)])
     awaited = AwaitedWork(observer, phase)
     try:  # the display is to leave the terminal as it was, whatever happens
         _note_settings(config, folder, start, observer)
+        if metrics.message:
+            observer.note(metrics.message)
         _keep_tokenizer(config, folder)
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
@@ -101,10 +105,11 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         elif data is not None:
             interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data, awaited))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics)
             interrupts.run(run.run())
     finally:
         observer.close()
+        metrics.close()
         picture = _draw_report(folder)
         if picture:
             print(f"reward curve: {picture}", flush=True)
@@ -156,6 +161,7 @@ class _TrainingRun:
     phase: CurrentPhase
     start: Start
     awaited: AwaitedWork
+    metrics: ServedMetrics
 
     async def run(self) -> None:
         num_steps = self.config.run.num_steps
@@ -175,6 +181,7 @@ class _TrainingRun:
             AsyncExitStack() as stack,
         ):
             self._ask_of(cluster)
+            stack.enter_context(self.metrics.of_serving(cluster.serving, cluster.trainer))
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             report_span(self.observer, "starting", 0, began=started_at)
@@ -247,7 +254,8 @@ class _TrainingRun:
         waits = report_waits(cluster.buffer, self.phase, self.observer, _deadlines(self.config))
         interval_s = self.config.run.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
-        async with in_background(waits), in_background(samples):
+        counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
+        async with in_background(waits), in_background(samples), in_background(counts):
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:

@@ -463,6 +463,9 @@ class RankProcess:
         steps, self._steps[:] = list(self._steps), []
         return steps
 
+    def length_lambda(self, _: None) -> float:
+        return self._rank._step.coefficients.length_lambda
+
     def critic_steps(self, _: None) -> list[Step]:
         steps, self._critic_steps[:] = list(self._critic_steps), []
         return steps
@@ -485,7 +488,7 @@ class RankProcess:
     def token_values(self, shard: Shard) -> list[NDArray[np.float32]]:
         step = self._rank._step
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        [values] = step.critic.values([step._pack(step.masks.rows(samples))])
+        [values] = step.critic.values([step.passes.pack(step.masks.rows(samples))])
         return values
 
     def export(self, path: str) -> FileEntries:
