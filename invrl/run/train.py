@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
 from invrl.interfaces import AdvantageFn
-from invrl.observe.console_samples import show_samples
+from invrl.observe.console_samples import sample_rollouts, show_samples
 from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
@@ -292,7 +293,7 @@ class _TrainingRun:
             observer=self.observer,
             learner=learner,
             evaluate=evaluate,
-            show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
+            show_samples=self._show_samples,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
@@ -303,6 +304,14 @@ class _TrainingRun:
                 num_steps=config.run.num_steps,
                 eval_interval=config.rollout.eval_interval,
             )
+
+    def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
+        """Texts for the console. Rollouts for the trackers go to them from here."""
+        run = self.config.run
+        if run.wandb_rollouts:
+            rows = sample_rollouts(self.folder.store_path, run.wandb_rollouts, step, taken)
+            self.observer.rollouts(step, rows)
+        return show_samples(self.folder.store_path, run.log_samples, step, taken)
 
     def _assemble(self, advantage: AdvantageFn, step: int, taken: TakenBatch) -> TrainBatch:
         """Reads the tokens of a batch and computes its advantages. This runs in a thread, so it opens a
