@@ -20,8 +20,13 @@ class NextCommand:
     arguments: tuple[str, ...]
     purpose: str
 
+    @property
+    def text(self) -> str:
+        """To copy into a shell."""
+        return shlex.join(self.arguments)
+
     def __str__(self) -> str:
-        return f"  {shlex.join(self.arguments)}   # {self.purpose}"
+        return f"  {self.text}   # {self.purpose}"
 
 
 def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[NextCommand]:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from invrl.host.live_lines import past_display
+
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -140,4 +142,5 @@ def _end_after_deadline() -> None:
 
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, f"invrl: {message}\n".encode())  # `print` may be what was interrupted
+        text = past_display(f"invrl: {message}\n", 2)
+        os.write(2, text.encode())  # `print` may be what was interrupted

@@ -1,5 +1,6 @@
-"""The rollouts of each step that the console shows while a run trains (`run.log_samples`): a glance at what
-the model says. `invrl samples` shows all rollouts.
+"""The rollouts of each step that the console shows while a run trains (`run.log_samples`), and those of the
+table at an experiment tracker (`run.wandb_rollouts`): a glance at what the model says. `invrl samples` shows
+all rollouts.
 
 Invariant: an error here is logged and ends no run."""
 
@@ -9,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.host.printable import for_stdout, one_line, trimmed
+from invrl.observe.sampled_rollout import SampledRollout
 from invrl.observe.transcript import Transcript, message_text, read_transcript
 from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, TakenBatch
 
 _MAX_CHARACTERS = 160
+_MAX_CELL_CHARACTERS = 20_000
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +36,43 @@ def show_samples(store_path: Path, count: int, step: int, taken: TakenBatch) -> 
     except Exception:
         logger.exception("the samples of step %d cannot be shown", step)
         return []
+
+
+def sample_rollouts(store_path: Path, count: int, step: int, taken: TakenBatch) -> list[SampledRollout]:
+    """`count` rollouts of the step's batch as rows of a table."""
+    rows: list[SampledRollout] = []
+    try:
+        with contextlib.closing(RunStore(store_path)) as store:
+            for rollout in choose_rollouts(taken, count, step):
+                transcript = read_transcript(store, rollout.session_id)
+                rows.append(_row_of(step, rollout, transcript))
+    except Exception:
+        logger.exception("the rollouts of step %d cannot be logged", step)
+        return []
+    return rows
+
+
+def _row_of(step: int, summary: RolloutSummary, transcript: Transcript) -> SampledRollout:
+    reason = "cut" if summary.truncated else ""
+    if summary.failure is not None:
+        reason = summary.failure.value
+    prompt = message_text(transcript.opening[-1]) if transcript.opening else ""
+    response = "\n\n".join(message_text(turn.reply) for turn in transcript.turns)
+    return SampledRollout(
+        step=step,
+        task=_cell(summary.task_id),
+        reward=summary.reward,
+        prompt=_cell(prompt),
+        response=_cell(response),
+        length=summary.sampled_tokens,
+        reason=reason,
+        version=summary.newest_version,
+    )
+
+
+def _cell(text: str) -> str:
+    """Without lone surrogates, which no tracker can send, and not longer than a person reads."""
+    return trimmed(text, _MAX_CELL_CHARACTERS).encode("utf-8", "backslashreplace").decode()
 
 
 def choose_rollouts(taken: TakenBatch, count: int, step: int) -> Sequence[RolloutSummary]:

@@ -1,38 +1,17 @@
-"""The display of a run that trains: phases, reward, tokens per second. Two live lines on a terminal, one line
-per step elsewhere."""
+"""The display of a run that trains: one line per step, or the live one of a terminal (`live_progress.py`)."""
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TimeElapsedColumn
-from rich.text import Text
+from rich.console import Console
 
+from invrl.observe.live_progress import LiveProgress
 from invrl.observe.sinks import Sink
+from invrl.observe.step_text import describe_step
+from invrl.store.metrics_file import MetricsRow
 
-SHOWN = {
-    "rollout/reward_mean": "reward",
-    "rollout/reward_std": "std",
-    "rollout/response_length": "tokens/rollout",
-    "rollout/truncated_share": "cut",
-    "rollout/distinct_replies": "distinct replies",
-    "train/grad_norm": "grad norm",
-    "time/rollout_tokens_per_s": "rollout tok/s",
-    "time/train_tokens_per_s": "train tok/s",
-    "time/step_s": "s/step",
-    "time/checkpoint_s": "s/checkpoint",
-}
-"""The metrics on the screen; all metrics are in metrics.jsonl."""
-SHOWN_WITHOUT_ROLLOUTS = {
-    "train/loss": "loss",
-    "eval/loss": "held-out loss",
-    "data/epoch": "epoch",
-    "train/tokens_per_s": "tok/s",
-}
-"""Those of a step that has no reward."""
 Mode = Literal["auto", "plain", "none"]
 
 
@@ -61,83 +40,12 @@ class PlainProgress(Sink):
         return time.monotonic() - self._started_at
 
 
-class LiveProgress(Sink):
-    """Two lines at the bottom of a terminal, redrawn four times a second. Printed text scrolls above them."""
-
-    def __init__(self, num_steps: int, console: Console) -> None:
-        columns = (
-            "step {task.fields[step]}/{task.total}",
-            BarColumn(30),
-            "{task.description}",
-            TimeElapsedColumn(),
-        )
-        self._bar = Progress(*columns, console=console)
-        self._values: dict[str, float] = {}
-        self._failed: Mapping[str, int] = {}
-        self._run = self._bar.add_task("starting", total=num_steps, step=0)
-        self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
-        self._live.start()
-
-    def phase(self, name: str, step: int) -> None:
-        self._bar.update(self._run, description=name, step=step, completed=max(0, step - 1))
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._values |= values
-
-    def failures(self, failed: Mapping[str, int]) -> None:
-        self._failed = dict(failed)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def render(self) -> RenderableType:
-        return Group(self._bar, Text(describe_step(self._values, self._failed)))
-
-
-def describe_step(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
-    """The metrics of the screen, held-out accuracies, and failed rollouts since the start of the run."""
-    parts: list[str] = []
-    shown = SHOWN if "rollout/reward_mean" in values else SHOWN | SHOWN_WITHOUT_ROLLOUTS
-    for name, label in shown.items():
-        if name in values:
-            parts.append(f"{label} {_format_metric(name, values)}")
-    for name, value in values.items():
-        if name.startswith("eval/") and name.endswith("/accuracy"):
-            failures = _describe_eval_failures(name.removesuffix("accuracy"), values)
-            parts.append(f"{name} {_format_number(value)}{failures}")
-    if failed:
-        by_reason = [f"{reason} {count}" for reason, count in sorted(failed.items())]
-        parts.append(f"failed {sum(failed.values())} ({' '.join(by_reason)})")
-    return ", ".join(parts)
-
-
-def _describe_eval_failures(prefix: str, values: Mapping[str, float]) -> str:
-    """Failed rollouts, which score 0, of the evaluation whose metrics begin with `prefix`."""
-    num_failed = values.get(f"{prefix}failed", 0.0)
-    if not num_failed:
-        return ""
-    num_samples = values[f"{prefix}samples"]
-    return f" ({num_failed:.0f} of {num_samples:.0f} rollouts failed)"
-
-
-def _format_metric(name: str, values: Mapping[str, float]) -> str:
-    if name == "rollout/truncated_share":
-        return f"{values[name]:.0%}"
-    if name == "rollout/distinct_replies" and "rollout/rollouts" in values:
-        return f"{values[name]:.0f} of {values['rollout/rollouts']:.0f}"
-    return _format_number(values[name])
-
-
-def _format_number(value: float) -> str:
-    if abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:,.0f}"
-
-
-def open_progress(mode: Mode, num_steps: int) -> Sink:
-    """The display that fits stdout."""
+def open_progress(mode: Mode, num_steps: int, rows: Sequence[MetricsRow] = ()) -> Sink:
+    """The display that fits stdout. `rows`: of the steps that the run has made before."""
     if mode == "none":
         return Sink()
     if mode == "auto" and sys.stdout.isatty():
-        return LiveProgress(num_steps, Console())
+        console = Console()
+        if not console.is_dumb_terminal:  # TERM=dumb: it cannot move its cursor
+            return LiveProgress(num_steps, console, rows)
     return PlainProgress(num_steps)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import DeadlineError
 from invrl.host.disk import write_atomically
 from invrl.host.printable import for_stdout
+from invrl.observe.sampled_rollout import ROLLOUT_COLUMNS, SampledRollout
 from invrl.store.run_folder import RunFolder
 from invrl.store.timeline_file import TIMELINE_NAME, IncarnationStart, Sample, Span, TimelineWriter
 
@@ -34,8 +35,16 @@ logger = logging.getLogger(__name__)
 class Sink:
     """One destination. Its methods may raise; those of `RunObserver` do not."""
 
+    @property
+    def shows_awaited(self) -> bool:
+        """Whether it makes use of `awaits`."""
+        return False
+
     def phase(self, name: str, step: int) -> None:
         """The run begins this phase of a step. Step 0 is before the first."""
+
+    def awaits(self, text: str) -> None:
+        """What the phase waits for now, such as "37 of 64 rollouts"; "" if that is not known."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step is done, with these metric values. Step 0 holds the evaluation before training."""
@@ -45,6 +54,9 @@ class Sink:
 
     def sample(self, sample: Sample) -> None:
         """How busy the processes are now."""
+
+    def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
+        """Some rollouts of the step's batch, to be read by a person."""
 
     def note(self, text: str) -> None:
         """A message for the person at the console."""
@@ -163,6 +175,7 @@ class WandbSink(Sink):
             config=dict(parameters),
             settings=settings,
         )
+        self._make_table = wandb.Table
         address = self._run.dir
         if run.wandb_mode == "online":
             address = self._run.url
@@ -170,6 +183,10 @@ class WandbSink(Sink):
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
+        table = self._make_table(columns=list(ROLLOUT_COLUMNS), data=[list(row.cells()) for row in rows])
+        self._run.log({"rollouts": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -203,8 +220,8 @@ class ThreadedSink(Sink):
         self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
-        """None: there are no more rows."""
+        self._calls: queue.SimpleQueue[Callable[[Sink], None] | None] = queue.SimpleQueue()
+        """One for each row of values, and each table. None: there are no more."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -215,26 +232,33 @@ class ThreadedSink(Sink):
     def _work(self) -> None:
         try:
             with contextlib.closing(self._open_sink()) as sink:
-                while (row := self._rows.get()) is not None:
-                    step, values = row
-                    sink.step(step, values)
+                while (call := self._calls.get()) is not None:
+                    call(sink)
         except Exception as error:
             self._error = error
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Raises the error that the thread has met since the last step."""
+        row = dict(values)
+        self._put(lambda sink: sink.step(step, row))
+
+    def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
+        """Raises as `step`."""
+        self._put(lambda sink: sink.rollouts(step, rows))
+
+    def _put(self, call: Callable[[Sink], None]) -> None:
         if self._error is not None:
             raise self._error
-        self._rows.put((step, dict(values)))
+        self._calls.put(call)
 
     def close(self) -> None:
         """Raises the error that the thread has met, or DeadlineError if it hangs."""
-        self._rows.put(None)
+        self._calls.put(None)
         self._thread.join(self._close_timeout_s)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            waited_for = f"{self} to take its last {self._rows.qsize()} rows"
+            waited_for = f"{self} to take its last {self._calls.qsize()} rows"
             raise DeadlineError(waited_for, self._close_timeout_s)
 
 
@@ -247,8 +271,18 @@ class RunObserver(Sink):
     def phase(self, name: str, step: int) -> None:
         self._call_each(lambda sink: sink.phase(name, step))
 
+    @property
+    def shows_awaited(self) -> bool:
+        return any(sink.shows_awaited for sink in self._sinks)
+
+    def awaits(self, text: str) -> None:
+        self._call_each(lambda sink: sink.awaits(text))
+
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._call_each(lambda sink: sink.step(step, values))
+
+    def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
+        self._call_each(lambda sink: sink.rollouts(step, rows))
 
     def failures(self, failed: Mapping[str, int]) -> None:
         self._call_each(lambda sink: sink.failures(failed))

@@ -22,6 +22,9 @@ def check_trackers(run: RunConfig) -> None:
     if _PASSWORD_IN_URL.search(run.mlflow_tracking_uri):  # settings are written into the run folder
         fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
         raise ConfigError("run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
+    if run.wandb_rollouts and not run.wandb_project:
+        reason = "nothing is logged to Weights & Biases"
+        raise ConfigError("run.wandb_rollouts", run.wandb_rollouts, reason, "give --wandb-project too")
     if run.wandb_project:
         _check_installed("wandb", "run.wandb_project", run.wandb_project)
     if run.mlflow_tracking_uri:

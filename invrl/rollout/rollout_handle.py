@@ -103,16 +103,19 @@ class RolloutHandle:
         step: int,
         ended: Callable[[EvalScore], None] = lambda _: None,
         watch: Watch | None = None,
+        planned: Callable[[int], None] = lambda _: None,
     ) -> Evaluation:
         """Runs each mode on the first `eval_tasks` tasks of each set, the same tasks each time. `ended` is
-        called with each score as soon as it is known; `watch` is informed of each task's rollouts. The step
-        is part of the group ids, and so of the seeds."""
+        called with each score as soon as it is known; `watch` is informed of each task's rollouts, and
+        `planned` of how many times that will be. The step is part of the group ids, and so of the seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
         # In a thread, because the task files may be large.
         sets = await asyncio.to_thread(load_eval_sets, config, self._seed)
+        modes = list(dict.fromkeys(config.eval_modes))
+        planned(len(modes) * sum(len(tasks) for tasks in sets.values()))
         for name, tasks in sets.items():
-            for mode in dict.fromkeys(config.eval_modes):
+            for mode in modes:
                 label = str(step)
                 if name:
                     label = f"{step}/{name}"

@@ -1,4 +1,4 @@
-"""Work of the driver that goes on beside a block and ends with it."""
+"""Work that goes on beside a block, such as reports for the console."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine

@@ -47,6 +47,7 @@ from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.tasks import load_tasks
+from invrl.run.awaited_work import PartsStarting
 from invrl.run.config import Config
 from invrl.run.ray_session import start_ray
 from invrl.store.lease_store import LeaseStore
@@ -205,9 +206,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | None) -> AsyncIterator[Cluster]:
+async def start_cluster(
+    config: Config, folder: RunFolder, snapshot: bytes | None, starting: PartsStarting | None = None
+) -> AsyncIterator[Cluster]:
     """Starts everything that a training run needs, and ends it on exit. `snapshot`: the buffer's, from the
-    checkpoint that the run resumes from. Raises InvrlError naming what failed."""
+    checkpoint that the run resumes from. `starting` learns which parts are not up yet. Raises InvrlError
+    naming what failed."""
+    starting = starting or PartsStarting()
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
             start_serving(config, folder, longest_row=config.train.max_row_tokens or None)
@@ -220,10 +225,14 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         buffer = _create_buffer(config, folder)
         rollouts = create_rollouts(config, folder, serving, buffer)
         stack.push_async_callback(rollouts.stop)
-        starts = [buffer.start(snapshot), rollouts.start(), serving.wait_ready()]
+        starts = [
+            starting.until_up("engines", serving.wait_ready()),
+            starting.until_up("buffer", buffer.start(snapshot)),
+            starting.until_up("rollout workers", rollouts.start()),
+        ]
         if trainer is not None:
             stack.callback(trainer.stop)
-            starts.append(trainer.start())
+            starts.append(starting.until_up("trainer", trainer.start()))
         await all_started(*starts)
         cluster = Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
         try:
@@ -237,14 +246,18 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
 
 
 @asynccontextmanager
-async def start_trainer(config: Config, folder: RunFolder) -> AsyncIterator[TrainHandle]:
-    """Starts the trainer alone, and ends it on exit. SGLang need not be installed."""
+async def start_trainer(
+    config: Config, folder: RunFolder, starting: PartsStarting | None = None
+) -> AsyncIterator[TrainHandle]:
+    """Starts the trainer alone, and ends it on exit. SGLang need not be installed. `starting` learns that it
+    is not up yet."""
+    starting = starting or PartsStarting()
     with ExitStack() as stack:
         start_guardian()
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = _create_trainer(config, folder)
         stack.callback(trainer.stop)
-        await trainer.start()
+        await starting.until_up("trainer", trainer.start())
         yield trainer
 
 

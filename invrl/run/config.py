@@ -103,6 +103,9 @@ class RunConfig(Section):
         description="address at which metrics are shown, without a key; another than loopback shows them to "
         "everybody who reaches it",
     )
+    wandb_rollouts: int = Field(
+        0, ge=0, le=1000, description="rollouts of each step in a table at Weights & Biases; 0: no table"
+    )
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
 
 

@@ -68,6 +68,8 @@ def _data(config: Config) -> Contradictions:
     if data.data_batch_size < config.train.data_parallel_size:
         reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --data-batch-size"
+    if config.run.wandb_rollouts:
+        yield "run.wandb_rollouts", "with data_path there are no rollouts", "leave it out"
     holds_out = bool(data.data_eval_path or data.data_eval_fraction)
     if config.rollout.eval_interval and not holds_out:
         reason = "no rows are held out that it could evaluate on"

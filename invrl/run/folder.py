@@ -106,6 +106,7 @@ _MAY_CHANGE = frozenset(
         "data_epochs",
         "progress",
         "log_samples",
+        "wandb_rollouts",
         "metrics_port",
         "metrics_host",
         "tensorboard",

@@ -3,6 +3,7 @@ the last step; and what training gained. `invrl eval` is `evaluate.py`."""
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,31 @@ from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.store.run_folder import RunFolder
-from invrl.types import WeightVersion
+from invrl.types import Outcome, WeightVersion
+
+
+@dataclass(slots=True)
+class CountedTasks:
+    """The tasks of an evaluation, counted while their failures are watched."""
+
+    failures: EvaluationFailures
+    planned: int = 0
+    ended_tasks: int = 0
+
+    def plan(self, tasks: int) -> None:
+        """An evaluation of so many tasks begins."""
+        self.planned = tasks
+        self.ended_tasks = 0
+
+    def began(self, group_id: str) -> None:
+        self.failures.began(group_id)
+
+    def ended(self, group_id: str, outcomes: list[Outcome]) -> None:
+        self.ended_tasks += 1
+        self.failures.ended(group_id, outcomes)
+
+    async def text(self) -> str:
+        return f"{self.ended_tasks} of {self.planned} held-out tasks" if self.planned else ""
 
 
 class HeldOutEvaluations:
@@ -27,11 +52,14 @@ class HeldOutEvaluations:
         self._before_path: Path = folder.report_path / "evaluation-before.json"
         self._rollouts = rollouts
         self._observer = observer
-        self._failures = EvaluationFailures(
-            at_start=config.buffer.max_failures_at_start,
-            rules=config.buffer.failure_rules(),
-            warn=observer.note,
+        self.tasks = CountedTasks(
+            EvaluationFailures(
+                at_start=config.buffer.max_failures_at_start,
+                rules=config.buffer.failure_rules(),
+                warn=observer.note,
+            )
         )
+        """Of the evaluation that goes on, or of the last one."""
 
     async def before_training(self, first_step: int) -> Evaluation | None:
         """The evaluation before step 1. It is made once in a run: a later incarnation reads it back. None if
@@ -52,14 +80,14 @@ class HeldOutEvaluations:
 
     async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
         """The metric values of an evaluation that the loop asks for."""
-        evaluation = await self._rollouts.evaluate(version, watch=self._failures)
+        evaluation = await self._rollouts.evaluate(version, watch=self.tasks, planned=self.tasks.plan)
         self._note_failures(evaluation)
         return await asyncio.to_thread(evaluation.values)  # its bootstrap intervals take a while
 
     async def evaluate(self, step: int) -> Evaluation:
         """Evaluates after `step`, and writes the result into the metrics."""
         with observed_phase(self._observer, "evaluating", step):
-            evaluation = await self._rollouts.evaluate(step, watch=self._failures)
+            evaluation = await self._rollouts.evaluate(step, watch=self.tasks, planned=self.tasks.plan)
         self._note_failures(evaluation)
         self._observer.step(step, await asyncio.to_thread(evaluation.values))
         return evaluation

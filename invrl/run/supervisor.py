@@ -191,8 +191,8 @@ class Supervisor:
         for note in end.notes:
             if note.kind is NoteKind.FOLDER:
                 remove_ray_folder(note.text, self._folder.ray_logs_path)
-        if end.code < 0 and sys.stdout.isatty():
-            print(_SHOW_CURSOR, end="", flush=True)
+        if end.code != 0:
+            _restore_terminal(was_killed=not end.has_note(NoteKind.ENDING))
         return end
 
     def _watch_driver(self, driver: subprocess.Popen[bytes], listener: Listener) -> IncarnationEnd:
@@ -312,6 +312,15 @@ def _end_descendants() -> None:
     if remaining:
         names = ", ".join(f"{process.pid} ({process.name()})" for process in remaining)
         _print_error(f"these processes of the run could not be killed: {names}")
+
+
+def _restore_terminal(*, was_killed: bool) -> None:
+    """Shows the cursor again that a driver has hidden. One that was killed has left it in the last line of
+    its display."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        if sys.stdout.isatty():
+            line_end = "\n" if was_killed else ""
+            print(f"{line_end}{_SHOW_CURSOR}", end="", flush=True)
 
 
 def _print_error(text: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
 from invrl.interfaces import AdvantageFn
-from invrl.observe.console_samples import show_samples
+from invrl.observe.console_samples import sample_rollouts, show_samples
 from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
@@ -34,6 +35,7 @@ from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import feedback_notes, label_notes
+from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
 from invrl.run.checkpoint_scores import read_scores
@@ -85,15 +87,16 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         data = load_run_data(config)
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
-    display = open_progress(config.run.progress, num_steps)
     metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
-    sinks = [*open_sinks(folder, config, done=start.step), phase, display, *metrics.sinks()]
-    observer = RunObserver(sinks)
-    _note_settings(config, folder, start, observer)
-    if metrics.message:
-        observer.note(metrics.message)
-    keep_tokenizer(config, folder)
-    try:
+    sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
+    rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
+    observer = RunObserver([*sinks, open_progress(config.run.progress, num_steps, rows)])
+    awaited = AwaitedWork(observer, phase)
+    try:  # the display is to leave the terminal as it was, whatever happens
+        _note_settings(config, folder, start, observer)
+        if metrics.message:
+            observer.note(metrics.message)
+        keep_tokenizer(config, folder)
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
             if checkpoint:
@@ -101,9 +104,9 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
                 checkpoint.check(config.model.folder)
             interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
         elif data is not None:
-            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
+            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data, awaited))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, metrics)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics)
             interrupts.run(run.run())
     finally:
         observer.close()
@@ -149,6 +152,7 @@ class _TrainingRun:
     observer: RunObserver
     phase: CurrentPhase
     start: Start
+    awaited: AwaitedWork
     metrics: ServedMetrics
 
     async def run(self) -> None:
@@ -161,10 +165,14 @@ class _TrainingRun:
         self.folder.finished_path.unlink(missing_ok=True)
         await asyncio.to_thread(check_store_at, self.start, self.folder)
         abandon_open_sessions(self.folder.store_path)
+        starting = PartsStarting()
+        self.awaited.questions["starting"] = starting.text
         async with (
-            start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster,
+            in_background(self.awaited.report()),
+            start_cluster(self.config, self.folder, self.start.read_snapshot(), starting) as cluster,
             AsyncExitStack() as stack,
         ):
+            self._ask_of(cluster)
             stack.enter_context(self.metrics.of_serving(cluster.serving, cluster.trainer))
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
@@ -193,6 +201,8 @@ class _TrainingRun:
         if self.start.checkpoint:
             await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
         updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
+        self.awaited.questions["sync"] = updater.phase_text
+        self.awaited.questions["starting"] = updater.phase_text
         version = WeightVersion(self.start.step)
         await updater.update(version)
         await stack.enter_async_context(answer_verifications(self.folder, updater.verify))
@@ -204,6 +214,18 @@ class _TrainingRun:
             save=self._saver(trainer),
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
+
+    def _ask_of(self, cluster: Cluster) -> None:
+        """Whom the live display asks what a phase waits for."""
+        group_size = self.config.rollout.n_samples_per_prompt
+        questions = self.awaited.questions
+
+        async def rollouts() -> str:
+            return rollouts_text(await cluster.buffer.waiting(), group_size)
+
+        questions["rollout"] = rollouts
+        if cluster.trainer is not None:
+            questions["train"] = cluster.trainer.place_text
 
     def _saver(self, trainer: TrainHandle) -> Save:
         """How the loop saves a checkpoint."""
@@ -230,6 +252,7 @@ class _TrainingRun:
             accuracy_before = None
             if self.config.rollout.eval_tasks:
                 held_out = HeldOutEvaluations(self.config, self.folder, cluster.rollouts, self.observer)
+                self.awaited.questions["evaluating"] = held_out.tasks.text
                 accuracy_before = await held_out.before_training(self.start.step)
             cluster.rollouts.dispatch()
             last_step = await self._run_loop(cluster, learner, held_out)
@@ -261,7 +284,7 @@ class _TrainingRun:
             observer=self.observer,
             learner=learner,
             evaluate=evaluate,
-            show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
+            show_samples=self._show_samples,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
@@ -272,6 +295,14 @@ class _TrainingRun:
                 num_steps=config.run.num_steps,
                 eval_interval=config.rollout.eval_interval,
             )
+
+    def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
+        """Texts for the console. Rollouts for the trackers go to them from here."""
+        run = self.config.run
+        if run.wandb_rollouts:
+            rows = sample_rollouts(self.folder.store_path, run.wandb_rollouts, step, taken)
+            self.observer.rollouts(step, rows)
+        return show_samples(self.folder.store_path, run.log_samples, step, taken)
 
     def _assemble(self, advantage: AdvantageFn, step: int, taken: TakenBatch) -> TrainBatch:
         """Reads the tokens of a batch and computes its advantages. This runs in a thread, so it opens a

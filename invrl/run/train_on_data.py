@@ -17,6 +17,7 @@ from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.dispatcher import first_to_fail
+from invrl.run.awaited_work import AwaitedWork, PartsStarting
 from invrl.run.background import in_background
 from invrl.run.checkpoint import keep_model
 from invrl.run.checkpoint_scores import HELD_OUT_LOSS, held_out_losses
@@ -46,6 +47,7 @@ async def train_on_data(
     observer: RunObserver,
     start: Start,
     data: Dataset,
+    awaited: AwaitedWork,
 ) -> None:
     """Makes the steps after `start`, with the held-out loss before and after them, and saves checkpoints.
     SGLang need not be installed. Raises InvrlError with the cause of a failure."""
@@ -57,7 +59,11 @@ async def train_on_data(
     started_at = time.monotonic()
     observer.phase("starting", 0)
     folder.finished_path.unlink(missing_ok=True)
-    async with start_trainer(config, folder) as trainer:
+    starting = PartsStarting()
+    awaited.questions["starting"] = starting.text
+    async with in_background(awaited.report()), start_trainer(config, folder, starting) as trainer:
+        awaited.questions["train"] = trainer.place_text
+        awaited.questions["evaluating"] = trainer.place_text
         if start.checkpoint is not None:
             await trainer.load_checkpoint(str(start.checkpoint.megatron))
         report_span(observer, "starting", 0, began=started_at)

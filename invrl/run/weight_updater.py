@@ -57,6 +57,13 @@ class WeightUpdater:
         """Held while engines are verified: of two readers of one engine, one would resume it under the
         other."""
 
+    async def phase_text(self) -> str:
+        """What the update waits for that goes on; "" where there is none."""
+        phase = self._transaction.phase
+        if not phase:
+            return ""
+        return "weights: the trainer stages them" if phase == "stage" else f"weights: {phase} by the engines"
+
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
         the update loses get no more requests."""

@@ -18,6 +18,7 @@ from invrl.metrics import Metric, Sum
 from invrl.train import device
 from invrl.train.loss_work import LossWork
 from invrl.train.schedule import run_schedule
+from invrl.train.step_place import StepProgress
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class LossPass:
     """Of the objective."""
     objective: Objective
     records_logprobs: bool
+    progress: StepProgress | None = None
     bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses on this rank that are not finite."""
     seconds: float = field(default=0.0, init=False)
@@ -41,13 +43,15 @@ class LossPass:
 
         Returns the metrics of each micro-batch.
         """
-        return run_schedule(self.chunks, self._forward_step, work, forward_only=False)
+        return run_schedule(self.chunks, self._forward_step, work, forward_only=False, progress=self.progress)
 
     def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
         """Of each micro-batch, without gradient. `loss` is the objective's own metric of that name, and its
         loss where it has none."""
         with torch.no_grad():
-            return run_schedule(self.chunks, self._evaluation_step, work, forward_only=True)
+            return run_schedule(
+                self.chunks, self._evaluation_step, work, forward_only=True, progress=self.progress
+            )
 
     def _forward_step(self, work: Iterator[LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
         """Megatron's forward step: the model's output, and the function that makes a loss of it."""

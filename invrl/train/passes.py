@@ -4,7 +4,7 @@ Imported after `device.prepare()`.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 
 from megatron.core.distributed import DistributedDataParallel
@@ -20,6 +20,7 @@ from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.schedule import Packed, SampleNumbers, forward_pass, micro_batches_of, pack_rows
 from invrl.train.sharding import Shard
+from invrl.train.step_place import StepProgress
 from invrl.types import TrainBatch
 
 
@@ -36,6 +37,8 @@ class Passes:
     routing: RoutingRecorder | None
     """Where the experts of the pass for the old log-probs are recorded. None: they are neither replayed nor
     compared."""
+    progress: StepProgress = field(default_factory=StepProgress)
+    """What is computed now. Other threads may read it."""
 
     def pack(self, rows: Sequence[Row]) -> Packed:
         """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
@@ -50,13 +53,16 @@ class Passes:
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
         """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
         on a pipeline stage that is not the last."""
-        [logprobs] = self.forward([self.pack(rows)])
+        [logprobs] = self.forward([self.pack(rows)], "log-probs")
         return logprobs
 
-    def forward(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
+    def forward(self, packed: Sequence[Packed], work: str) -> list[SampleNumbers]:
         """One forward pass of the model over all these rows, as it is now: what `logprobs` returns, for each
-        part."""
-        return forward_pass(self.chunks, packed)
+        part. `work`: its name in `progress`."""
+        self.progress.begin(work)
+        logprobs = forward_pass(self.chunks, packed, self.progress)
+        self.progress.end_pass()
+        return logprobs
 
     def old(
         self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
@@ -72,9 +78,9 @@ class Passes:
             return [None] * len(shard)
         with device.timed(seconds, "old_logprobs"):
             if self.routing is None or not self.routing.records:
-                return [None, *self.forward(packed[1:])]
+                return [None, *self.forward(packed[1:], "old log-probs")]
             with self.routing.recording():
-                old_by_step = self.forward(packed[1:])
+                old_by_step = self.forward(packed[1:], "old log-probs")
             routed = iter(self.routing.with_recorded(micro_batches_of(packed[1:])))
             for index in range(1, len(packed)):
                 part = packed[index]
@@ -97,7 +103,7 @@ class Passes:
             micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
             unrouted.append(Packed(part.rows, micro_batches))
         with device.timed(seconds, phase), frozen.in_place():
-            return [*self.forward(unrouted)]
+            return [*self.forward(unrouted, f"log-probs of the {phase}")]
 
     def before(self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]) -> SampleNumbers:
         """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
@@ -108,5 +114,5 @@ class Passes:
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with device.timed(seconds, "old_logprobs"):
-            [logprobs] = self.forward([packed])
+            [logprobs] = self.forward([packed], "old log-probs")
         return logprobs

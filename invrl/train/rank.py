@@ -38,6 +38,7 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.saving_rank import SavingRank
 from invrl.train.sharding import Shard
+from invrl.train.step_place import StepPlace
 from invrl.train.values_of_shard import ValuesOfShard
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import WeightVersion
@@ -206,6 +207,10 @@ class TrainRank(SavingRank):
             token_records = ()
         metrics = {**result.metrics, **self._memory_metrics(result)}
         return replace(result, metrics=metrics, token_records=token_records)
+
+    def place(self) -> StepPlace:
+        """What is computed now. Any thread may ask."""
+        return self._step.progress.place
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
         """As `TrainStep.evaluate`."""

@@ -20,6 +20,7 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import largest_of_expert_ranks
+from invrl.train.step_place import StepProgress
 
 SampleNumbers = list[NDArray[np.float32]]
 """One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0 elsewhere."""
@@ -62,12 +63,17 @@ def run_schedule(
     items: Sequence[Any],
     *,
     forward_only: bool,
+    progress: StepProgress | None = None,
 ) -> list[Any]:
     """Megatron's schedule over one item per micro-batch. Returns what the forward step's loss function gives
-    for each of them; nothing on a pipeline stage that is not the last."""
+    for each of them; nothing on a pipeline stage that is not the last. `progress`: counts the items that this
+    rank's first chunk has begun with."""
+    iterators = [iter(items) for _ in chunks]
+    if progress is not None:
+        iterators[0] = progress.counted(items, len(items))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(items) for _ in chunks],
+        data_iterator=iterators,
         model=list(chunks),
         num_microbatches=len(items),
         seq_length=0,  # the stages tell each other the shapes
@@ -77,12 +83,16 @@ def run_schedule(
     )
 
 
-def forward_pass(chunks: Sequence[DistributedDataParallel], packed: Sequence[Packed]) -> list[SampleNumbers]:
+def forward_pass(
+    chunks: Sequence[DistributedDataParallel],
+    packed: Sequence[Packed],
+    progress: StepProgress | None = None,
+) -> list[SampleNumbers]:
     """One forward pass over all these rows, without gradient: the first of the model's outputs, for each
     part. All 0 on a pipeline stage that is not the last."""
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
-            chunks, _forward_only, micro_batches_of(packed), forward_only=True
+            chunks, _forward_only, micro_batches_of(packed), forward_only=True, progress=progress
         )
     outputs_by_micro_batch = iter(outputs)
     by_part: list[SampleNumbers] = []

@@ -53,6 +53,7 @@ from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.row_numbers import coupled_numbers, weighted_by_length
 from invrl.train.schedule import Packed, SampleNumbers, micro_batches_of
 from invrl.train.sharding import Shard
+from invrl.train.step_place import StepProgress
 from invrl.train.token_records import records_of_mini_batch
 from invrl.train.work_amounts import work_amounts
 from invrl.types import TrainBatch
@@ -118,6 +119,7 @@ class TrainStep:
         prepared = self.prepare(shard)
         values = None
         if self.critic is not None and prepared.packed:
+            self.progress.begin("values of the critic")
             with device.timed(prepared.seconds, "values"):
                 values = self.critic.values(prepared.packed)
         judged = self.judge(prepared, values)
@@ -174,8 +176,10 @@ class TrainStep:
             judged.targets,
             strict=True,
         ):
+            self.progress.next_mini_batch(len(packed))
             if self.critic is not None:
                 assert targets is not None, "the critic has judged the batch"
+                self.progress.begin("gradients of the critic")
                 with device.timed(seconds, "critic"):
                     critic_step = self.critic.step(packed_rows, targets)
                 if not math.isfinite(critic_step.grad_norm):
@@ -219,6 +223,7 @@ class TrainStep:
             step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+        self.progress.end()
         metrics |= self._adapt(metrics)
         self._move_reference(prepared.shard)
         if self.critic is not None:
@@ -238,13 +243,22 @@ class TrainStep:
             token_records=tuple(token_records) if self.train.record_trained_tokens else (),
         )
 
+    @property
+    def progress(self) -> StepProgress:
+        """What is computed now. Other threads may read it."""
+        return self.passes.progress
+
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
         """As `Passes.logprobs`."""
         return self.passes.logprobs(rows)
 
     def _loss_pass(self, *, records_logprobs: bool) -> LossPass:
         return LossPass(
-            self.chunks, self.algorithm.objective, self._objective, records_logprobs=records_logprobs
+            self.chunks,
+            self.algorithm.objective,
+            self._objective,
+            records_logprobs=records_logprobs,
+            progress=self.progress,
         )
 
     def _update(
@@ -252,6 +266,7 @@ class TrainStep:
     ) -> tuple[float, list[dict[str, Metric]]]:
         """The optimizer's step on a mini-batch. Returns the norm of its gradient, and the metrics of each
         micro-batch. With a norm of 0, or one that is not finite, no weight has changed."""
+        self.progress.begin("gradients")
         with device.timed(seconds, "forward_backward"):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -262,6 +277,7 @@ class TrainStep:
         seconds["forward_backward"] -= loss_pass.seconds
         seconds["objective"] += loss_pass.seconds
         grad_norm = math.nan
+        self.progress.begin("optimizer step")
         with device.timed(seconds, "optimizer"):
             if not any_rank(bool(loss_pass.bad_losses)):
                 grad_norm = apply_gradients(self.optimizer)
@@ -278,7 +294,9 @@ class TrainStep:
         for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
             work = loss_work(mini_batch, packed_rows, None, reference, numbers, algorithm=self.algorithm)
+            self.progress.begin("held-out rows")
             measured += self._loss_pass(records_logprobs=False).metrics(work)
+        self.progress.end()
         return merge(measured)
 
     def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -393,7 +411,7 @@ class TrainStep:
         numbers = [sample.numbers for sample in mini_batch.samples]
         if needs_of(algorithm).row_table:
             with device.timed(seconds, "row_table"):
-                [current] = self.passes.forward([packed])
+                [current] = self.passes.forward([packed], "rows to compare")
                 numbers = coupled_numbers(
                     algorithm.objective, self._objective, mini_batch, current, reference
                 )

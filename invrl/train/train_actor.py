@@ -14,6 +14,7 @@ from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Metric
 from invrl.train.rank_actor import RankActor
 from invrl.train.sharding import Shard
+from invrl.train.step_place import StepPlace
 from invrl.train.values_of_shard import ValuesOfShard
 from invrl.types import WeightVersion
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainActor(RankActor["TrainRank"]):
-    """Runs all calls but `offer` in the worker. The methods are those of `TrainRank`."""
+    """Runs all calls but `offer` and `place` in the worker. The methods are those of `TrainRank`."""
 
     def _make(self, port: int) -> TrainRank:
         from invrl.train.rank import TrainRank
@@ -31,6 +32,10 @@ class TrainActor(RankActor["TrainRank"]):
 
     async def train(self, shard: Shard) -> StepResult:
         return await self._in_worker(self._rank.train, shard)
+
+    async def place(self) -> StepPlace:
+        """Beside what the worker does."""
+        return self._rank.place()
 
     async def prepare(self, shard: Shard) -> None:
         await self._in_worker(self._rank.prepare, shard)

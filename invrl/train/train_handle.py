@@ -37,6 +37,7 @@ Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
 Argument = TypeVar("Argument")
 ActorT = TypeVar("ActorT", bound=RankActor[Any])
+_PLACE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +176,10 @@ class TrainHandle:
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
         measured = await self._call_with_shards(TrainActor.evaluate, shards)
         return merge(self._reported(measured))
+
+    async def place_text(self) -> str:
+        """What rank 0 computes now, as text. A failure kills no rank. Raises ServerError, DeadlineError."""
+        return str(await self._actors[0].call(TrainActor.place, _PLACE_TIMEOUT_S))
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         answers = await self._call_model_copy(TrainActor.logprobs, prompts)

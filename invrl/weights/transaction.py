@@ -94,6 +94,8 @@ class WeightTransaction:
     """Loads into one engine. Several that begin together may share what they do (`broadcast_loads.py`)."""
     committed: Committed | None = field(default=None, init=False)
     """None before the first update."""
+    phase: Phase | Literal["stage", ""] = field(default="", init=False)
+    """What the update does that goes on; "" where there is none."""
     _newcomers: Newcomers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,10 +108,17 @@ class WeightTransaction:
         CanaryError every engine that is not in `unrestored` serves the old version; in a rolling update after
         a CanaryError of the first engine too.
         """
+        try:
+            return await self._run(version)
+        finally:
+            self.phase = ""
+
+    async def _run(self, version: WeightVersion) -> WeightUpdate:
         update = self._begin()
         if self.committed is not None:
             with timed(update.seconds, "newcomers"):
                 await self._newcomers.until_unread_but(self.committed.staged.version)
+        self.phase = "stage"
         layout, staged = await self._stage(update, version)
         with timed(update.seconds, "newcomers"):
             await self._newcomers.until_none_holds_updates()
@@ -268,7 +277,11 @@ class WeightTransaction:
             drain_timeout_s=self.drain_timeout_s,
             receivers=receivers,
             seconds={} if seconds is None else seconds,
+            entered=self._enter,
         )
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
 
     async def _stage(self, update: _Update, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
         """Generation continues meanwhile. No engine has been touched, so an error needs no undoing."""
@@ -370,6 +383,8 @@ class _Update:
 
     deadline_s: float
     drain_timeout_s: float
+    entered: Callable[[Phase], None]
+    """Called when a phase begins."""
     receivers: tuple[WeightReceiver, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
@@ -451,6 +466,7 @@ class _Update:
                 return error
             return None
 
+        self.entered(phase)
         with timed(self.seconds, phase):
             errors = await asyncio.gather(*(failure_of(receiver) for receiver in receivers))
         failures: dict[str, Exception] = {}

@@ -17,10 +17,14 @@ from pathlib import Path
 
 import pytest
 from checks_by_name import run_check
+from recorded_run import record_run
 from rich.console import Console
 
 from invrl.errors import ConfigError
-from invrl.observe.progress import LiveProgress, PlainProgress, open_progress
+from invrl.observe.console_samples import sample_rollouts
+from invrl.observe.live_progress import LiveProgress
+from invrl.observe.progress import PlainProgress, open_progress
+from invrl.observe.sampled_rollout import ROLLOUT_COLUMNS
 from invrl.observe.sinks import (
     JsonlSink,
     PhaseFile,
@@ -33,6 +37,8 @@ from invrl.observe.sinks import (
 from invrl.observe.tracker_checks import check_trackers
 from invrl.run.config import Config, Source, resolve
 from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
+from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,7 +210,7 @@ print("closed")
     assert "Hanging" in done.stderr
 
 
-def configured(**run: str) -> Config:
+def configured(**run: str | int) -> Config:
     return resolve(Source(name="test", tables={"run": run, "rollout": {"temperature": 0.75}}))
 
 
@@ -226,6 +232,65 @@ def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[],
     assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [0.5]
     assert [row.get("eval/accuracy") for row in history if row["_step"] == 0] == [0.25]
     assert settings["rollout.temperature"] == 0.75
+
+
+def test_wandb_gets_a_table_of_rollouts_that_reads_back(
+    tmp_path: Path, errors: Callable[[], list[str]]
+) -> None:
+    run = record_run(tmp_path)
+    name = run.add("7*6 \x00<b>", ["a \x1b\x00 <script>", "42" + "!" * 50_000], 0.5, ending="length")
+    stored = RunStore(run.folder.store_path).closed_session(name)
+    assert stored is not None
+    assert isinstance(stored.outcome, RolloutSummary)
+    group = Group(id="g", task_id="7*6", rollouts_G=(stored.outcome,))
+    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    rows = sample_rollouts(run.folder.store_path, 3, 4, batch)
+    config = configured(wandb_project="p", wandb_mode="offline", wandb_rollouts=3)
+    check_trackers(config.run)
+    (tmp_path / "logged").mkdir()
+    sinks = opened(tmp_path / "logged", config)
+    sinks.step(4, {"rollout/reward_mean": 0.5})
+    sinks.rollouts(4, rows)
+    sinks.close()
+    assert errors() == []
+    deadline = time.monotonic() + 240.0
+    while not (tables := list(tmp_path.glob("logged/wandb/offline-run-*/files/media/table/*.table.json"))):
+        assert time.monotonic() < deadline, "no table was written"
+        time.sleep(0.05)
+    table = json.loads(tables[0].read_text())
+    assert table["columns"] == list(ROLLOUT_COLUMNS)
+    [cells] = table["data"]
+    row = dict(zip(table["columns"], cells, strict=True))
+    assert (row["step"], row["reward"], row["reason"], row["version"]) == (4, 0.5, "cut", 0)
+    assert row["task"] == "7*6 \x00<b>"
+    assert row["length"] == stored.outcome.sampled_tokens
+    assert row["response"].startswith("a \x1b\x00 <script>\n\n42!!!")
+    assert "[... 30," in row["response"]  # characters are left out
+    assert len(row["response"]) < 20_100
+    (path,) = tmp_path.glob("logged/wandb/offline-run-*/*.wandb")
+    history: list[dict] = []
+    while not any("rollouts" in key for row in history for key in row):
+        assert time.monotonic() < deadline, f"no row with the table in {path}"
+        time.sleep(0.05)
+        history, _ = read_wandb(path)
+    assert {row["_step"] for row in history} == {4}
+
+
+def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
+    with pytest.raises(ConfigError, match="nothing is logged to Weights & Biases") as caught:
+        check_trackers(configured(wandb_rollouts=3).run)
+    assert (caught.value.field, caught.value.fix) == ("run.wandb_rollouts", "give --wandb-project too")
+    for count in (-1, 1001):
+        with pytest.raises(ConfigError) as caught:
+            configured(wandb_project="p", wandb_rollouts=count)
+        assert caught.value.field == "run.wandb_rollouts"
+    tables = {
+        "run": {"wandb_project": "p", "wandb_rollouts": 3},
+        "algorithm": {"objective": "sft"},
+        "data": {"data_path": "rows.jsonl"},
+    }
+    with pytest.raises(ConfigError, match="there are no rollouts"):
+        resolve(Source(name="test", tables=tables))
 
 
 def read_wandb(path: Path) -> tuple[list[dict], dict]:
@@ -302,7 +367,7 @@ import sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
 from types import SimpleNamespace
 from invrl.observe.tracker_checks import check_trackers
-run = dict(wandb_project="", wandb_mode="online", mlflow_tracking_uri="") | {run!r}
+run = dict(wandb_project="", wandb_mode="online", wandb_rollouts=0, mlflow_tracking_uri="") | {run!r}
 check_trackers(SimpleNamespace(**run))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -381,9 +446,9 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
     progress = LiveProgress(5, console)
     progress.step(2, {"rollout/reward_mean": 0.25, "time/rollout_tokens_per_s": 123.0})
     progress.phase("train", 3)
-    progress.close()
     with console.capture() as drawn:
         console.print(progress.render())
+    progress.close()
     for part in ("step 3/5", "train", "reward", "0.25", "123"):
         assert part in drawn.get()
 

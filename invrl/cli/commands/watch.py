@@ -16,8 +16,8 @@ from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import ConfigError
 from invrl.host.printable import for_stdout
 from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
-from invrl.observe.progress import describe_step
 from invrl.observe.run_status import RunReader, RunStatus
+from invrl.observe.step_text import describe_step
 from invrl.observe.watch_screen import ScreenSize, screen
 
 _INTERVAL_FLAG = "--interval-s"
