@@ -26,9 +26,10 @@ from invrl.engines.drain_route import add_drain_route
 from invrl.engines.engine_identity import add_identity_route
 from invrl.engines.experts_by_label import answer_with_experts
 from invrl.engines.kv_versions import separate_kv_of_versions
-from invrl.engines.masked_logs import hide_keys_in_answers, mask_keys_in_logs
+from invrl.engines.masked_answers import hide_keys_in_answers
 from invrl.engines.reply_route import add_reply_route
 from invrl.host import sglang_on_cpu
+from invrl.host.masked_keys import mask_keys_in_logs
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

@@ -3,18 +3,18 @@
 The file replaces the standard output and the standard error of the process, so it holds what Python code, C
 code and child processes print, in one order.
 
-Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Session
-keys are masked in what Python prints or logs, but not in what a child process prints."""
+Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Keys
+are masked in what Python prints or logs, but not in what a child process prints."""
 
 import contextlib
 import io
 import os
-import re
 import sys
 import threading
 import time
 from pathlib import Path
 
+from invrl.host.masked_keys import without_keys
 from invrl.host.private_file import make_private
 
 _LIMIT_BYTES = 64_000_000
@@ -22,8 +22,6 @@ _CHECK_INTERVAL_S = 1.0
 _STDOUT = 1
 _STDERR = 2
 """File descriptors."""
-_SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
-_MASK = "(session key)"
 
 
 def log_name(worker: str) -> str:
@@ -82,7 +80,7 @@ class WorkerLog:
 
 
 class _MaskedText(io.TextIOWrapper):
-    """A line-buffered text stream to a file descriptor, which masks session keys. It does not close the
+    """A line-buffered text stream to a file descriptor, which masks keys. It does not close the
     descriptor."""
 
     def __init__(self, descriptor: int) -> None:
@@ -92,5 +90,5 @@ class _MaskedText(io.TextIOWrapper):
         )
 
     def write(self, text: str) -> int:
-        super().write(_SESSION_KEY.sub(_MASK, text))
+        super().write(without_keys(text))
         return len(text)

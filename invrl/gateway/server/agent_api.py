@@ -28,6 +28,7 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Piece, TurnRequest
+from invrl.host.log_lines import session_of_task
 
 _log = logging.getLogger(__name__)
 _JSON = {"content-type": "application/json"}
@@ -49,6 +50,7 @@ class AgentEndpoint:
         try:
             keys = keys_of_request(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
+            session_of_task.set(record.session.id)
             record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")

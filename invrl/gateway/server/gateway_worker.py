@@ -21,6 +21,7 @@ from invrl.gateway.server.app import make_app
 from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.gateway.server.http_protocol import limited_http_protocol
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.log_lines import write_log_lines
 from invrl.store.run_store_writer import RunStoreWriter
 
 
@@ -37,6 +38,7 @@ def serve(
     """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
     `beat` is called regularly as long as the event loop runs. `run_ended`: whether environments that the run
     did not start are to be told that it has ended."""
+    write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would discard a signal that arrived while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -68,6 +70,7 @@ def serve(
             app,
             access_log=False,
             log_level="warning",
+            log_config=None,  # its records go where ours go
             timeout_graceful_shutdown=3,
             timeout_keep_alive=75,
             proxy_headers=False,
