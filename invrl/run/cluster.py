@@ -161,6 +161,7 @@ def _gateway_settings(
         **asdict(fleet.limits),
         "context_length": context_length,
         "run_id": folder.path.name,
+        "otel_endpoint": config.run.otel_endpoint,
         "log": config.run.log_settings(folder.path.name),
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,

@@ -95,6 +95,11 @@ class RunConfig(Section):
     )
     log_format: LogFormat = Field("text", description="lines of logs/: text, or a JSON object each")
     log_level: LogLevel = Field("info", description="the least level that logs/ has of our own processes")
+    otel_endpoint: str = Field(
+        "",
+        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "empty: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")

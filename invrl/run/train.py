@@ -25,6 +25,7 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
+from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
 from invrl.observe.console_samples import show_samples
 from invrl.observe.phases import report_span
@@ -47,6 +48,7 @@ from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.step_traces import StepTraces
 from invrl.run.teacher import Teacher, open_teacher
 from invrl.run.train_on_data import train_on_data
 from invrl.run.train_on_saved_batches import train_on_saved_batches
@@ -254,6 +256,7 @@ class _TrainingRun:
         if held_out is not None:
             evaluate = held_out.during_training
         teacher = open_teacher(config)
+        traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=self.folder.path.name)
         parts = Parts(
             buffer=cluster.buffer,
             assemble=partial(self._assemble, advantage),
@@ -262,10 +265,11 @@ class _TrainingRun:
             learner=learner,
             evaluate=evaluate,
             show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
+            trace=None if traces is None else StepTraces(traces, self.folder.store_path).add,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
-        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
+        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)), _closing(traces):
             return await run_loop(
                 parts,
                 done=self.start.step,
@@ -334,6 +338,16 @@ async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[Non
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def _closing(traces: Traces | None) -> AsyncIterator[None]:
+    """Sends the last spans at the block's end."""
+    try:
+        yield
+    finally:
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
 
 def _deadlines(config: Config) -> Deadlines:

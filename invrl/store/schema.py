@@ -54,7 +54,7 @@ CREATE TABLE IF NOT EXISTS ledger (
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
 """
-ADDED_TABLES = ("numbers", "token_numbers", "top_logprobs")
+ADDED_TABLES = ("numbers", "token_numbers", "top_logprobs", "turn_traces")
 """Tables that earlier stores of this version do not have."""
 _ADDED = """
 CREATE TABLE IF NOT EXISTS numbers (  -- turn_id: '' for numbers of the rollout
@@ -64,6 +64,8 @@ CREATE TABLE IF NOT EXISTS token_numbers (
   turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name));
 CREATE TABLE IF NOT EXISTS top_logprobs (  -- int32 and float32, `width` for each sampled token
   turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS turn_traces (  -- hexadecimal digits; rows only with OpenTelemetry
+  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID;
 """
 
 

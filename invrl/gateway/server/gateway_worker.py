@@ -22,6 +22,7 @@ from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.gateway.server.http_protocol import limited_http_protocol
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.log_lines import write_log_lines
+from invrl.host.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
 
 
@@ -44,6 +45,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: None)
     store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet = _fleet_client(settings)
+    traces = open_traces(settings.otel_endpoint, service="invrl-gateway", run=settings.run_id)
 
     async def beat_forever() -> None:
         while True:
@@ -59,6 +61,7 @@ def serve(
             parsers=parsers,
             store=store,
             place=place,
+            traces=traces,
             on_shutdown=fleet.close,
             ending=lambda: server.should_exit,
             run_ended=run_ended,
@@ -91,6 +94,8 @@ def serve(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
     store.close()
+    if traces is not None:
+        traces.close()
 
 
 def _fleet_client(settings: GatewaySettings) -> SglangClient:

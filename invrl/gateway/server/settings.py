@@ -13,6 +13,7 @@ class GatewaySettings(GatewayConfig):
 
     run_id: str = ""
     log: LogSettings = LogSettings()
+    otel_endpoint: str = ""
     incarnation: str = Field(
         "", description="this incarnation of the run; a gateway that is started again keeps it"
     )
