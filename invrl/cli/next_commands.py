@@ -62,6 +62,8 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
             yield NextCommand(arguments=arguments, purpose="measure it")
     if folder.store_path.exists():
         yield NextCommand(arguments=(*invrl, "samples", run), purpose="read what it said")
+    if folder.metrics_path.exists():
+        yield NextCommand(arguments=(*invrl, "view", run), purpose="look at it in a browser")
     if folder.tensorboard_path.exists():
         board = (*_program("tensorboard"), "--logdir", str(folder.tensorboard_path))
         yield NextCommand(arguments=board, purpose="see its curves")

@@ -5,7 +5,6 @@ shown."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import tomllib
@@ -17,9 +16,10 @@ from typing import Any, Literal
 import msgspec
 
 from invrl.errors import DamagedFileError, RunStoreError
+from invrl.host.cache_folder import cache_folder, folder_of_run
 from invrl.store.metrics_file import MetricsRow, read_metrics
-from invrl.store.read_only import open_read_only
-from invrl.store.run_folder import LOCK_NAME, RunFolder
+from invrl.store.read_only_store import ReadOnlyStore
+from invrl.store.run_folder import RunFolder
 from invrl.store.timeline_file import Timeline, read_timeline
 from invrl.types import FailedRollout
 
@@ -84,6 +84,7 @@ class RunReader:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self._store = ReadOnlyStore(folder.store_path, folder_of_run(cache_folder(), folder.path))
         self._failed: Counter[str] = Counter()
         self._failures: list[Failure] = []
         self._last_outcome = 0
@@ -116,7 +117,7 @@ class RunReader:
         )
 
     def _state(self) -> State:
-        if is_worked_in(self._folder):
+        if self._folder.is_worked_in():
             return "running"
         return "ended" if self._folder.finished_path.exists() else "stopped"
 
@@ -143,7 +144,7 @@ class RunReader:
     def _read_failures(self) -> None:
         if not self._folder.store_path.exists():
             return
-        with contextlib.closing(open_read_only(self._folder.store_path)) as db:
+        with self._store.reading() as db:
             sql = "SELECT seq, outcome FROM outbox WHERE failed=1 AND seq>? ORDER BY seq"
             for sequence, body in db.execute(sql, (self._last_outcome,)):
                 self._last_outcome = sequence
@@ -162,24 +163,3 @@ class RunReader:
 
 def _are_numbers(row: MetricsRow) -> bool:
     return all(value is None or isinstance(value, int | float) for value in row.values())
-
-
-def is_worked_in(folder: RunFolder) -> bool:
-    """Whether a command works in the folder now, on this machine. Unlike `RunFolder.is_held` this takes no
-    lock, not even for a moment, which a command that begins could meet."""
-    lock = folder.path / LOCK_NAME
-    try:
-        inode = lock.stat().st_ino
-        words = lock.read_text(errors="replace").split()
-        with open("/proc/locks") as locks:
-            held = [line.split() for line in locks]
-    except OSError:
-        return False
-    holder = words[1] if len(words) > 1 else ""
-    for fields in held:
-        # Such as "1: FLOCK ADVISORY WRITE 319 08:01:123 0 EOF".
-        if len(fields) < 6 or fields[1] != "FLOCK" or fields[5].rpartition(":")[2] != str(inode):
-            continue
-        if fields[4] == holder or not holder.isdecimal():
-            return True
-    return False

@@ -130,7 +130,7 @@ def _sample_of(
         if fate is None:
             fate = _fate_before_ledger(outcome)
     elif session.purpose == "eval":
-        step, evaluation = _parse_evaluation(session.group_id, session.task_id)
+        step, evaluation = parse_evaluation(session.group_id, session.task_id)
         fate = _Fate("evaluated", step)
     else:
         fate = _Fate("served")
@@ -150,7 +150,7 @@ def _sample_of(
         sample,
         failure=outcome.reason,
         detail=outcome.detail,
-        reward=_failure_reward(outcome, session.purpose, rules),
+        reward=failure_reward(outcome, session.purpose, rules),
     )
     if outcome.partial is None:
         return sample
@@ -175,7 +175,7 @@ def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
     )
 
 
-def _failure_reward(
+def failure_reward(
     failed: FailedRollout, purpose: Purpose, rules: Mapping[FailureReason, FailureRule]
 ) -> float | None:
     """The reward that a failed rollout counts with; None if it does not count."""
@@ -187,7 +187,7 @@ def _failure_reward(
     return None
 
 
-def _parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
+def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
     """Step and name of an evaluation, from the id that `rollout/evaluation.py` gives to its groups:
     eval/<step>/[<set>/]<mode>/<task>."""
     path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")

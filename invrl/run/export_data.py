@@ -1,4 +1,5 @@
-"""Writes the best rollouts of a run as a data file: conversations, or pairs of a better and a worse one.
+"""Writes rollouts of a run as a data file: the best ones as conversations, all of them with a label, or pairs
+of a better and a worse one.
 
 The run may be live: its store is only read. A rollout is written whole or left out, and every rollout that
 has ended is counted once, as written or with the reason why it was left out. The file appears whole."""
@@ -61,6 +62,8 @@ class ExportOptions:
 
     out: Path
     pairs: bool = False
+    label_from: float | None = None
+    """The reward from which on a conversation has the label true; below it, false. None: no labels."""
     best: int = 1
     """Rollouts of a task at most, or pairs of it, each of another group; 0: all."""
     wanted: Wanted = field(default_factory=Wanted)
@@ -80,6 +83,8 @@ class ExportReport:
     tasks: int = 0
     rewards: list[float] = field(default_factory=list)
     """Of the conversations, or of the chosen sides."""
+    labels: Counter[bool] = field(default_factory=Counter)
+    """Of the conversations, where they have labels."""
     fidelities: Counter[Fidelity] = field(default_factory=Counter)
     """Of the conversations, or of both sides of the pairs."""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -221,7 +226,14 @@ class _Export:
             for row in rows:
                 self.report.rows += 1
                 self.report.fidelities[row.fidelity] += 1
-                yield {**row.fields, **_origin(sample), "reward": reward_of(sample)}
+                yield {**row.fields, **self._label(sample), **_origin(sample), "reward": reward_of(sample)}
+
+    def _label(self, sample: Sample) -> dict[str, Json]:
+        if self.options.label_from is None:
+            return {}
+        is_good = reward_of(sample) >= self.options.label_from
+        self.report.labels[is_good] += 1
+        return {"label": is_good}
 
     def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
         """The rows of a rollout; none if one of them cannot be written, and the rollout is counted as left

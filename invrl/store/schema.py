@@ -54,19 +54,22 @@ CREATE TABLE IF NOT EXISTS ledger (
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
 """
-ADDED_TABLES = ("numbers", "token_numbers", "top_logprobs", "turn_traces")
-"""Tables that earlier stores of this version do not have."""
-_ADDED = """
-CREATE TABLE IF NOT EXISTS numbers (  -- turn_id: '' for numbers of the rollout
+ADDED_TABLES = {
+    # turn_id: '' for numbers of the rollout
+    "numbers": """(
   session_id TEXT NOT NULL, turn_id TEXT NOT NULL, name TEXT NOT NULL, number REAL NOT NULL,
-  PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS token_numbers (
-  turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name));
-CREATE TABLE IF NOT EXISTS top_logprobs (  -- int32 and float32, `width` for each sampled token
-  turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS turn_traces (  -- hexadecimal digits; rows only with OpenTelemetry
-  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID;
-"""
+  PRIMARY KEY (session_id, turn_id, name)) WITHOUT ROWID""",
+    "token_numbers": """(
+  turn_id TEXT NOT NULL, name TEXT NOT NULL, numbers BLOB NOT NULL, PRIMARY KEY (turn_id, name))""",
+    # int32 and float32, `width` for each sampled token
+    "top_logprobs": """(
+  turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL)""",
+    # hexadecimal digits; rows only with OpenTelemetry
+    "turn_traces": """(
+  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",
+}
+"""Tables that earlier stores of this version do not have, with their columns."""
+_ADDED = " ".join(f"CREATE TABLE IF NOT EXISTS {name} {columns};" for name, columns in ADDED_TABLES.items())
 
 
 def busy_timeout_s(heartbeat_timeout_s: float) -> float:
@@ -105,7 +108,7 @@ def connect(path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> 
 def _lacks_added_tables(db: sqlite3.Connection) -> bool:
     marks = ",".join("?" * len(ADDED_TABLES))
     sql = f"SELECT COUNT(*) FROM sqlite_master WHERE type='table' AND name IN ({marks})"
-    (num_tables,) = db.execute(sql, ADDED_TABLES).fetchone()
+    (num_tables,) = db.execute(sql, tuple(ADDED_TABLES)).fetchone()
     return num_tables < len(ADDED_TABLES)
 
 

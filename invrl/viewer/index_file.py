@@ -4,8 +4,6 @@ and a full-text index of what was said in its turns.
 Invariant: everything in it can be computed again from the run folder. An index of another version of the
 viewer, or of another run that lay at the same path, is removed."""
 
-import hashlib
-import os
 import sqlite3
 from pathlib import Path
 
@@ -46,18 +44,6 @@ CREATE TABLE fates (session_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEX
 CREATE VIRTUAL TABLE said USING fts5(
   text, content='', tokenize="unicode61 remove_diacritics 2", prefix='2 3');
 """
-
-
-def cache_folder() -> Path:
-    """Where indexes lie: below $XDG_CACHE_HOME, or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "invrl" / "viewer"
-
-
-def folder_of_run(cache: Path, run: Path) -> Path:
-    """The folder for what is computed of the run at this path."""
-    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]
-    return cache / digest
 
 
 class IndexFile:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
 from invrl.errors import RunStoreError
 from invrl.gateway.types import Message
+from invrl.observe.samples import failure_reward, parse_evaluation
 from invrl.observe.transcript import message_text
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import outcome_from_json
@@ -295,7 +296,7 @@ class IndexFiller:
             values["state"] = "failed"
             values["failure"] = str(outcome.reason)
             values["detail"] = outcome.detail.strip().partition("\n")[0][:_DETAIL_LENGTH]
-            values["reward"] = self._failure_reward(outcome, values["purpose"])
+            values["reward"] = failure_reward(outcome, values["purpose"], self._rules)
             summary = outcome.partial
         elif isinstance(outcome, RolloutSummary):
             values["reward"] = outcome.reward
@@ -316,22 +317,11 @@ class IndexFiller:
         values["newest_version"] = int(summary.newest_version)
         values["seconds"] = max(0.0, summary.finished_at - summary.started_at)
 
-    def _failure_reward(self, failed: FailedRollout, purpose: str) -> float | None:
-        if purpose == "eval":
-            return 0.0
-        rule = self._rules.get(failed.reason)
-        if isinstance(rule, float) and failed.partial is not None:
-            return rule
-        return None
-
     def _add_fate(self, values: dict[str, Any]) -> None:
         """State, reason and step, which are not the session's own."""
         values["trained"] = 0
         if values["purpose"] == "eval":
-            path = values["group_id"].removeprefix("eval/").removesuffix(f"/{values['task_id']}")
-            step, _, name = path.partition("/")
-            values["step"] = int(step) if step.isdecimal() else None
-            values["evaluation"] = name
+            values["step"], values["evaluation"] = parse_evaluation(values["group_id"], values["task_id"])
             if values["ended"]:
                 values["state"] = "evaluated"
             return

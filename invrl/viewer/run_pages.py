@@ -277,7 +277,7 @@ def timeline_page(run: ViewedRun, after: float) -> Row:
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
-    if run.is_live() and phase:
+    if run.folder.is_worked_in() and phase:
         now = {"phase": phase.get("phase", ""), "step": phase.get("step", 0), "since": phase.get("since")}
     spans: Sequence[Span] = timeline.spans
     if not spans:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
+from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
-from invrl.store.run_folder import LOCK_NAME, RunFolder
-from invrl.viewer.index_file import INDEX_VERSION, IndexFile, folder_of_run
+from invrl.store.read_only_store import ReadOnlyStore
+from invrl.store.run_folder import RunFolder
+from invrl.viewer.index_file import INDEX_VERSION, IndexFile
 from invrl.viewer.metrics_table import MetricsTable
-from invrl.viewer.read_only_store import ReadOnlyStore
 from invrl.viewer.rollout_queries import RolloutQueries
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class ViewedRun:
             if self._file_states.get(kind, state) != state:
                 kinds.add(kind)
             self._file_states[kind] = state
-        live = self.is_live()
+        live = self.folder.is_worked_in()
         if live != self._was_live:
             if self._was_live is not None:
                 kinds.add("state")
@@ -210,20 +211,9 @@ class ViewedRun:
         with contextlib.closing(index):
             yield RolloutQueries(index)
 
-    def is_live(self) -> bool:
-        """Whether a process holds the folder, by the kernel's table of locks: to try the lock would take it
-        for a moment, and a run that starts then would be refused."""
-        try:
-            facts = (self.folder.path / LOCK_NAME).stat()
-            table = Path("/proc/locks").read_text()
-        except OSError:
-            return False
-        pattern = rf"FLOCK .* [0-9a-f]+:[0-9a-f]+:{facts.st_ino} "
-        return any(re.search(pattern, line) for line in table.splitlines() if "->" not in line)
-
     def state(self) -> str:
         """running, ended, failed or interrupted."""
-        if self.is_live():
+        if self.folder.is_worked_in():
             return "running"
         if self.folder.finished_path.exists():
             return "ended"
@@ -343,7 +333,7 @@ class ViewedRun:
             notes.append(self.index_state.error)
         if self.metrics.damaged_lines:
             notes.append(f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out")
-        if self.metrics.ends_incomplete and not self.is_live():
+        if self.metrics.ends_incomplete and not self.folder.is_worked_in():
             notes.append("the last line of metrics.jsonl is incomplete and left out")
         return [note for note in notes if note]
 

@@ -106,6 +106,36 @@ def test_the_best_rollout_of_each_task_is_written_and_all_are_counted(
     assert_same_tokens(samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best))
 
 
+def test_every_rollout_gets_a_label_by_its_reward(
+    run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("1+1", "three", 0.0, index=0)
+    run.add("1+1", "two", 1.0, index=1)
+    run.add("2+2", "five", 0.5)
+    assert export(run, "--labels", "0.5") == 0
+    labels = {row["messages"][-1]["content"]: row["label"] for row in rows(run)}
+    assert labels == {"three": False, "two": True, "five": True}
+    out = capsys.readouterr().out
+    assert "2  with the label true" in out
+    assert "1  with the label false" in out
+    assert "--objective kto" in out
+    of_file = samples_of_file(run, renderer, "labels")
+    assert [sample.numbers["desirable"] for sample in of_file] == [float(row["label"]) for row in rows(run)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"), [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")]
+)
+def test_labels_that_cannot_be_are_refused(
+    run: RecordedRun, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("1+1", "two", 1.0)
+    assert export(run, *flags) != 0
+    error = capsys.readouterr().err
+    assert "--labels" in error
+    assert reason in error
+
+
 def test_epochs_of_a_task_are_one_task_and_newer_weights_come_first(run: RecordedRun) -> None:
     run.add("a", "old", 1.0, step=1)
     run.add("a@1", "new", 1.0, step=2)

@@ -52,11 +52,13 @@ def test_the_end_of_a_run_names_what_to_do_with_it(config: Config, folder: RunFo
     newest = save(folder, 12)
     folder.store_path.write_bytes(b"")
     folder.tensorboard_path.mkdir()
+    folder.metrics_path.touch()
     commands = by_name(describe_next(config, folder, finished=True))
-    assert list(commands) == ["serve", "eval", "samples", "tensorboard"]
+    assert list(commands) == ["serve", "eval", "samples", "view", "tensorboard"]
     assert set(commands) - {"tensorboard"} <= set(cli.COMMANDS)
     assert commands["serve"] == ["--model-path", str(newest)]
     assert commands["samples"] == [str(folder.path)]
+    assert commands["view"] == [str(folder.path)]
     assert commands["tensorboard"] == ["--logdir", str(folder.tensorboard_path)]
     served = resolve(*parse_flags(commands["serve"], command="serve"))
     assert served.model.name == "capitals"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -20,10 +21,11 @@ from rich.console import Console
 
 from invrl.cli.main import main
 from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
-from invrl.observe.run_status import RunReader, is_worked_in
+from invrl.observe.run_status import RunReader
 from invrl.observe.watch_screen import ScreenSize, duration, screen
 from invrl.reasons import FailureReason
 from invrl.store.run_folder import RunFolder
+from invrl.store.schema import connect
 from invrl.store.timeline_file import (
     EngineSample,
     GatewaySample,
@@ -136,6 +138,21 @@ def test_the_folder_of_an_ended_run_is_not_touched(tmp_path: Path) -> None:
     assert listing() == before
 
 
+def test_the_store_of_a_live_run_is_not_touched(tmp_path: Path) -> None:
+    """Nor SQLite's index of its log, in which readers usually leave marks."""
+    folder = filled_run(tmp_path)
+    with contextlib.closing(connect(folder.store_path)) as writer:
+        writer.execute("INSERT INTO flushes (incarnation, at) VALUES (9, 1.0)")
+        files = [folder.store_path.with_name(folder.store_path.name + end) for end in ("", "-wal", "-shm")]
+        before = [file.read_bytes() for file in files]
+        # Another process: the connections of one process share their index.
+        command = [sys.executable, "-m", "invrl.cli", "watch", str(folder.path), "--once"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "not shown" not in done.stdout
+        assert [file.read_bytes() for file in files] == before
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -172,13 +189,13 @@ def test_a_store_of_a_later_version_is_a_note(tmp_path: Path) -> None:
 
 def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
-    assert not is_worked_in(folder)
+    assert not folder.is_worked_in()
     with folder.held("train"):
-        assert is_worked_in(folder)
+        assert folder.is_worked_in()
         # A command that looks takes no lock that one which begins could meet.
         with (folder.path / "run.lock").open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert not is_worked_in(folder)
+    assert not folder.is_worked_in()
 
 
 @pytest.mark.parametrize(

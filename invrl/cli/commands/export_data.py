@@ -12,20 +12,23 @@ from invrl.host.printable import for_stdout
 from invrl.observe.best_samples import Wanted
 from invrl.run.export_data import ExportOptions, ExportReport, export_data
 
-_VALUES = ("--out", "--best", "--min-reward", "--steps", "--model-path")
+_VALUES = ("--out", "--best", "--labels", "--min-reward", "--steps", "--model-path")
 _SWITCHES = ("--pairs", "--inexact", "--overwrite")
 _MAX_REFUSALS = 3
 """Different refusals that are shown."""
 
 
 def export_rollouts(arguments: Sequence[str]) -> None:
-    """usage: invrl export-data RUN_FOLDER --out FILE.jsonl [--pairs] [--best K] [--min-reward R]
-                                        [--steps A:B] [--inexact] [--model-path FOLDER] [--overwrite]
+    """usage: invrl export-data RUN_FOLDER --out FILE.jsonl [--pairs | --labels R] [--best K]
+                                        [--min-reward R] [--steps A:B] [--inexact]
+                                        [--model-path FOLDER] [--overwrite]
       --out FILE.jsonl  the file to write, for `invrl train --data-path`
       --pairs           the best and the worst rollout of a group as `chosen` and `rejected` (dpo and
                         its family), in place of conversations (sft)
-      --best K          rollouts of each task at most (default: 1; 0: all), over all of its epochs; with
-                        --pairs: pairs of each task, the largest difference of rewards first
+      --labels R        each conversation gets a label: true from this reward on, false below (kto)
+      --best K          rollouts of each task at most (0: all; default: 1, with --labels 0), over all of
+                        its epochs; with --pairs: pairs of each task, the largest difference of
+                        rewards first
       --min-reward R    only rollouts with at least this reward; with --pairs: of the chosen side
       --steps A:B       only rollouts that steps A to B trained; A: and :B leave one end open
       --inexact         also rows that the chat template writes otherwise than they were sampled
@@ -50,14 +53,23 @@ def read_export_options(arguments: Sequence[str]) -> ExportOptions:
         raise ConfigError("--out", "", "it is missing", "say which file to write: --out FILE.jsonl")
     min_reward = None
     if "--min-reward" in values:
-        min_reward = _read_reward(values["--min-reward"])
+        min_reward = _read_reward("--min-reward", values["--min-reward"])
+    label_from = None
+    best = "1"
+    if "--labels" in values:
+        label_from = _read_reward("--labels", values["--labels"])
+        best = "0"
+        if "--pairs" in switches:
+            reason = "a row is a pair or a conversation with a label"
+            raise ConfigError("--labels", values["--labels"], reason, "leave out --labels or --pairs")
     steps = None
     if "--steps" in values:
         steps = _read_steps(values["--steps"])
     return ExportOptions(
         out=Path(values["--out"]).expanduser().absolute(),
         pairs="--pairs" in switches,
-        best=_read_best(values.get("--best", "1")),
+        label_from=label_from,
+        best=_read_best(values.get("--best", best)),
         wanted=Wanted(min_reward=min_reward, steps=steps),
         inexact="--inexact" in switches,
         overwrite="--overwrite" in switches,
@@ -71,13 +83,13 @@ def _read_best(text: str) -> int:
     return int(text)
 
 
-def _read_reward(text: str) -> float:
+def _read_reward(flag: str, text: str) -> float:
     try:
         reward = float(text)
     except ValueError:
         reward = math.nan
     if not math.isfinite(reward):
-        raise ConfigError("--min-reward", text, "not a reward", "give a finite number")
+        raise ConfigError(flag, text, "not a reward", "give a finite number")
     return reward
 
 
@@ -105,6 +117,9 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
         f"of {_count(report.tasks, 'task')}, {of} {min(report.rewards):.3g} to {max(report.rewards):.3g}, "
         f"mean {mean:.3f}"
     ]
+    if options.label_from is not None:
+        lines.append(f"  {report.labels[True]:>8}  with the label true")
+        lines.append(f"  {report.labels[False]:>8}  with the label false")
     for fidelity, count in report.fidelities.most_common():
         lines.append(f"  {count:>8}  {fidelity}")
     if report.left_out:
@@ -113,7 +128,11 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
             lines.append(f"  {count:>8}  {reason}")
     for refusal, count in report.refusals.most_common(_MAX_REFUSALS):
         lines.append(f"refused, {count} times: {refusal}")
-    objective = "dpo" if options.pairs else "sft"
+    objective = "sft"
+    if options.pairs:
+        objective = "dpo"
+    elif options.label_from is not None:
+        objective = "kto"
     lines.append(f"next: invrl train --objective {objective} --data-path {options.out} --model-path MODEL")
     return "\n".join(lines)
 

@@ -98,9 +98,12 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{options}"
     db = sqlite3.connect(uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA temp_store=MEMORY")
-    for table in ADDED_TABLES:  # an earlier store lacks them; in the connection's memory they are empty
+    for (
+        table,
+        columns,
+    ) in ADDED_TABLES.items():  # an earlier store lacks them; in the connection's memory they are empty
         if db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone() is None:
-            db.execute(f"CREATE TEMP TABLE {table} (session_id, turn_id, name, number, numbers)")
+            db.execute(f"CREATE TEMP TABLE {table} {columns}")
     db.execute("PRAGMA query_only=1")
     return db
 
