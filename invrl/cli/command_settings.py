@@ -104,6 +104,7 @@ _ENGINE = CommandSettings(
         ),
         "weight_sync": frozenset({"weight_update_inflight"}),
         "train": frozenset({"routing_replay"}),
+        "run": frozenset({"otel_endpoint"}),
     },
     packages=("sglang",),
     neutral={**_SERVE.neutral, "rollout": {**_SERVE.neutral["rollout"], "max_new_tokens": 1}},

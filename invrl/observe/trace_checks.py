@@ -3,7 +3,7 @@ together."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -13,21 +13,21 @@ from invrl.host.traces import lacks_sdk, traces_endpoint
 if TYPE_CHECKING:
     from invrl.run.config import Config
 
-_ENGINE_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
+_PROTOCOL = "http/protobuf"
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def check_traces(config: Config) -> None:
     """Raises ConfigError."""
     setting = config.run.otel_endpoint
-    if setting:
-        _check_address(setting)
-    if config.sglang.get("enable_trace") and not _has(_ENGINE_EXPORTER):
-        reason = "SGLang sends its spans with opentelemetry-exporter-otlp-proto-grpc, which is not installed"
-        fix = "pip install 'invrl[otel-engine]', or leave the option out: the engine's spans are missing then"
-        raise ConfigError("sglang.enable_trace", config.sglang["enable_trace"], reason, fix)
     endpoint = traces_endpoint(setting)
+    if setting:
+        _check_address("run.otel_endpoint", setting)
+    elif endpoint:
+        _check_address("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     if not endpoint:
         return
+    _check_protocol()
     if lacks_sdk():
         reason = "opentelemetry-sdk or opentelemetry-exporter-otlp-proto-http is not installed"
         fix = "pip install 'invrl[otel]', or turn traces off (OTEL_SDK_DISABLED=true)"
@@ -37,18 +37,22 @@ def check_traces(config: Config) -> None:
         raise ConfigError("router.enable_trace", True, reason, "leave it out while traces are on")
 
 
-def _check_address(address: str) -> None:
-    parts = urlsplit(address)
-    if "@" in parts.netloc:  # settings are written into the run folder
+def _check_address(field: str, address: str) -> None:
+    if "@" in address:  # settings are written into the run folder, and an engine's flags are public
         fix = "leave it out; set OTEL_EXPORTER_OTLP_HEADERS in the environment"
-        raise ConfigError("run.otel_endpoint", "(not shown)", "it holds a password", fix)
+        raise ConfigError(field, "(not shown)", "it holds a password", fix)
+    parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         fix = "give the address of OTLP over HTTP, such as http://127.0.0.1:4318"
-        raise ConfigError("run.otel_endpoint", address, "it is no http:// or https:// address", fix)
+        raise ConfigError(field, address, "it is no http:// or https:// address", fix)
 
 
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def _check_protocol() -> None:
+    """The first of the variables that is set counts, as in OpenTelemetry's specification."""
+    for name in _PROTOCOL_VARIABLES:
+        protocol = os.environ.get(name, "")
+        if protocol == _PROTOCOL:
+            return
+        if protocol:
+            fix = f"set it to {_PROTOCOL}, and give the collector's port for HTTP (usually 4318)"
+            raise ConfigError(name, protocol, "spans are sent by OTLP over HTTP, as protobuf", fix)

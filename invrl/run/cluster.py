@@ -42,6 +42,7 @@ from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
 from invrl.host.ports import ReservedPort
 from invrl.host.process import random_key
+from invrl.host.traces import traces_endpoint
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -112,6 +113,7 @@ async def start_serving(
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
             external_key=engine_key,
+            traces_endpoint=traces_endpoint(config.run.otel_endpoint),
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(fleet.start())

@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -19,9 +17,8 @@ import numpy as np
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tiny_model import make_tiny_model
+from trace_collector import Collector, running_collector
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import ConfigError
@@ -58,57 +55,10 @@ PARENT_ID = "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
-class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP on a port of this machine."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _TakeSpans)
-        self.bodies: list[bytes] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def spans(self) -> list[Span]:
-        return [
-            span
-            for body in self.bodies
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def chain(self, trace_id: str) -> dict[str, Span]:
-        """The spans of a trace by name; each name must be there once."""
-        spans = [span for span in self.spans if span.trace_id.hex() == trace_id]
-        by_name = {span.name: span for span in spans}
-        assert len(by_name) == len(spans)
-        return by_name
-
-
-class _TakeSpans(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Collector)
-        assert self.path == "/v1/traces"
-        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    server = Collector()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running_collector() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +384,6 @@ def test_the_endpoint_is_the_settings_or_that_of_the_standard_variables(
             "run.otel_endpoint",
             "OTEL_EXPORTER_OTLP_HEADERS",
         ),
-        ({"sglang": {"enable_trace": True}}, "sglang.enable_trace", "invrl[otel-engine]"),
         (
             {"run": {"otel_endpoint": "http://h:1"}, "router": {"enable_trace": True}},
             "router.enable_trace",
@@ -442,16 +391,45 @@ def test_the_endpoint_is_the_settings_or_that_of_the_standard_variables(
         ),
     ],
 )
-def test_what_cannot_work_ends_before_the_start(
-    tables: dict, field: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("invrl.observe.trace_checks._ENGINE_EXPORTER", "opentelemetry.no_such_exporter")
+def test_settings_that_cannot_work_end_before_the_start(tables: dict, field: str, says: str) -> None:
     model = {"model": {"model_path": "m"}}
     with pytest.raises(ConfigError) as refused:
         check_traces(resolve(Source(name="test", tables={**model, **tables})))
     assert field in str(refused.value)
     assert says in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "field", "says"),
+    [
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL = 'grpc'", "http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, "TRACES_PROTOCOL = 'http/json'", "4318"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "h:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "me:secret@h"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "HEADERS"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:secret@h"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "HEADERS"),
+    ],
+)
+def test_variables_that_cannot_work_end_before_the_start(
+    variables: dict[str, str], field: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(Source(name="test", tables={"model": {"model_path": "m"}}))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4318")
+    check_traces(config)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    check_traces(config)  # the protocol of traces comes first
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL")
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        check_traces(config)
+    assert field in str(refused.value)
+    assert says in str(refused.value)
+    assert "secret" not in str(refused.value)
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    check_traces(config)
 
 
 def test_a_missing_sdk_ends_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
