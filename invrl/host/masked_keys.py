@@ -18,7 +18,7 @@ _FLAG = re.compile(rf"""(?i)(--[\w-]*(?:{_NAME})\s+["']?)(?!-)(){_VALUE}""")
 _IN_PAIR = re.compile(rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])(){_VALUE}""")
 """A header as a pair: (b'x-api-key', b'...')."""
 _HEADER = re.compile(
-    rf"""(?i)(authorization["']?\s*[:=,]\s*(?:b?["'])?)((?:bearer|basic|token)\s+)?(?!\(|none\b){_VALUE}"""
+    rf"""(?i)(authorization["']?\s*[:=,]\s*(?:b?["'])?)((?:bearer|basic|token)\s+)?(?!\(|none\b|(?:bearer|basic|token)\s+\(){_VALUE}"""
 )
 _BEARER = re.compile(r"(?i)(\bbearer\s+)()(?!\()[\w.~+/=-]{8,}")
 _IN_QUERY = re.compile(r"(?i)([?&](?:key|token|secret|password|sig|signature)=)()[^&#\s\"']+")

@@ -7,14 +7,13 @@ Invariants: only the owner may read the file. When it becomes too long, its olde
 are masked in what Python prints or logs, but not in what a child process prints."""
 
 import contextlib
-import io
 import os
 import sys
 import threading
 import time
 from pathlib import Path
 
-from invrl.host.masked_keys import without_keys
+from invrl.host.masked_text import MaskedText
 from invrl.host.private_file import make_private
 
 _LIMIT_BYTES = 64_000_000
@@ -36,24 +35,25 @@ class WorkerLog:
         self._path = path
         self._limit_bytes = limit_bytes
 
-    def take_output(self) -> None:
-        """Sends what this process and its children print to the file from now on. If the file cannot be
-        written, for example on a machine without the run folder, output stays where it was."""
+    def take_output(self) -> bool:
+        """Sends what this process and its children print to the file from now on. Returns False if the file
+        cannot be written, for example on a machine without the run folder: output stays where it was."""
         try:
             make_private(self._path)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             print(f"what this worker prints stays here: {self._path} cannot be written: {error}", flush=True)
-            return
+            return False
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os.dup2(file, _STDOUT)
         os.dup2(file, _STDERR)
         os.close(file)
-        sys.stdout = _MaskedText(_STDOUT)
-        sys.stderr = _MaskedText(_STDERR)
+        sys.stdout = MaskedText(_STDOUT)
+        sys.stderr = MaskedText(_STDERR)
         threading.Thread(target=self._keep_short, name="worker-log", daemon=True).start()
+        return True
 
     def _keep_short(self) -> None:
         while True:
@@ -77,18 +77,3 @@ class WorkerLog:
         with self._path.open("ab", buffering=0) as file:
             file.write(note.encode() + tail)
         return True
-
-
-class _MaskedText(io.TextIOWrapper):
-    """A line-buffered text stream to a file descriptor, which masks keys. It does not close the
-    descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        super().__init__(
-            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
-
-    def write(self, text: str) -> int:
-        super().write(without_keys(text))
-        return len(text)

@@ -327,6 +327,7 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
         broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
         megatron=dict(config.megatron),
         seed=config.run.seed,
+        log=config.run.log_settings(folder.path.name),
     )
     return [replace(first, rank=rank) for rank in range(layout.world_size)]
 
@@ -351,6 +352,7 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         run_store_path=folder.store_path,
         trains_all_roots=config.gateway.train_auxiliary_roots,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        log=config.run.log_settings(folder.path.name),
     )
     return BufferHandle(
         actor=actor,
@@ -383,4 +385,5 @@ def create_rollouts(
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,
+        log=config.run.log_settings(folder.path.name),
     )

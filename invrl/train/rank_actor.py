@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from invrl.file_entry import FileEntries
 from invrl.host.actor_heartbeat import Pulse, pulse
+from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
 from invrl.host.rendezvous import listen
 from invrl.train.rank_settings import RankSettings
@@ -48,6 +49,9 @@ class RankActor(ABC, Generic[RankT]):
     before they wait for each other.
     """
 
+    role: ClassVar[str]
+    """What the ranks of this group are called in logs."""
+
     def __init__(self, settings: RankSettings) -> None:
         forget_keys()  # the policy loss may be user code
         self._settings = settings
@@ -71,6 +75,8 @@ class RankActor(ABC, Generic[RankT]):
     async def start(self, port: int) -> Pulse:
         """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens. Returns which
         process this is."""
+        if self._settings.log is not None:
+            begin_output(f"{self.role}-rank-{self._settings.rank}", self._settings.log)
         await self._in_worker(self._build, port)
         return pulse()
 

@@ -41,6 +41,7 @@ def test_keys_are_masked_in_each_way_that_they_are_told(text: str) -> None:
     assert SECRET not in masked
     assert masked.count("(not shown)") == 2
     assert "log_level" in masked
+    assert without_keys(masked) == masked
 
 
 def test_session_keys_are_masked_wherever_they_are() -> None:
