@@ -363,9 +363,9 @@ class AlgorithmConfig(Section):
     )
     policy_loss: str = Field(
         "clip",
-        description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'dppo_tv', 'dppo_kl', 'vespo', "
-        "'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', 'dppo_kl_topk', 'simko'; "
-        "or module:name of a PolicyLoss",
+        description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'dppo_tv', 'dppo_kl', "
+        "'vespo', 'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', 'dppo_kl_topk', "
+        "'simko'; or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
@@ -382,6 +382,9 @@ class AlgorithmConfig(Section):
     )
     sapo_temperature_negative: PositiveFloat = Field(
         1.05, description="temperature of the gate where it is not (sapo)"
+    )
+    rejection_gate_sharpness: PositiveFloat = Field(
+        4.0, description="k of the gate sigmoid(k (r - 1)) in the ratio r (rejection_gate)"
     )
     dppo_threshold: PositiveFloat = Field(
         0.2,

@@ -3,9 +3,6 @@
 A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's function is a
 PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the LossInputs too.
 
-One published one is not here: the gate of rejection-gated policy optimization (arXiv 2604.14895) has no
-formula that we could read.
-
 Torch is not imported here: the driver checks the setting with this module and never holds a tensor.
 """
 
@@ -174,6 +171,20 @@ def sapo(of: SurrogateInputs) -> TokenLosses:
     )
     gate_N = (temperature_N * (of.ratio_N - 1.0)).sigmoid() * 4.0 / temperature_N
     return TokenLosses(losses_N=-gate_N * of.advantages_N)
+
+
+def rejection_gate(of: SurrogateInputs) -> TokenLosses:
+    """Rejection-gated policy optimization (arXiv 2604.14895): [N] -> [N].
+
+        L = -g(r) A,    g(r) = sigmoid(k (r - 1)),    k = `rejection_gate_sharpness`
+
+    The gradient of a token's log-prob is weighted by w(r) = g'(r) r, which is bounded in r and falls to 0 on
+    both sides. The paper's abstract has the gate, a smooth function of r in [0, 1], and w. Of the sigmoid we
+    know only that it has a sharpness k: that it is around r = 1, and k = 4, with which w(1) = 1, are ours.
+    The paper's second gate, on current/reference for preferences, is not built.
+    """
+    gate_N = (of.config.rejection_gate_sharpness * (of.ratio_N - 1.0)).sigmoid()
+    return TokenLosses(losses_N=-gate_N * of.advantages_N, means={"rejection_gate_mean": gate_N})
 
 
 def policy_gradient(of: SurrogateInputs) -> TokenLosses:
@@ -373,6 +384,7 @@ SURROGATES: dict[str, Surrogate] = {
     CLIP: _clip,
     "cispo": cispo,
     "sapo": sapo,
+    "rejection_gate": rejection_gate,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dppo_tv_topk": dppo_tv_topk,

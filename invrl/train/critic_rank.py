@@ -8,12 +8,10 @@ import Megatron are imported after `device.prepare()`.
 import math
 import socket
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from invrl.file_entry import FileEntries
 from invrl.interfaces import StepResult
 from invrl.metrics import Max, Metric, merge
 from invrl.train import device
@@ -23,11 +21,11 @@ from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.model_size import ComputeCost
 from invrl.train.nonfinite_steps import NonfiniteSteps
 from invrl.train.rank_settings import RankSettings
+from invrl.train.saving_rank import SavingRank
 from invrl.train.sharding import Shard
 from invrl.train.values_of_shard import CriticValues, ValuesOfShard
 
 if TYPE_CHECKING:
-    from invrl.train.saved_state import Saving
     from invrl.train.schedule import Packed
 
 
@@ -41,8 +39,9 @@ class _Valued:
     seconds: float
 
 
-class CriticRank:
-    """Raises what `TrainRank` raises."""
+class CriticRank(SavingRank):
+    """Raises what `TrainRank` raises. It saves into the critic's own folder, and loads from the whole
+    checkpoint, whose critic may have been on other ranks, its own or the policy's."""
 
     def __init__(self, settings: RankSettings, port: int, listener: socket.socket | None) -> None:
         """As `TrainRank`; rank 0 is the critic's first."""
@@ -62,11 +61,8 @@ class CriticRank:
         self._critic = make_critic(settings, config, parse_megatron_options(settings.megatron))
         self._nonfinite = NonfiniteSteps(settings.train.max_nonfinite_steps)
         self._valued: _Valued | None = None
-        self._state = CriticState(self._critic)
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Saving | None = None
-        self.state_written: Future[None] = Future()
-        """Of the checkpoint that `copy_checkpoint` copied last."""
+        state = CriticState(self._critic)
+        super().__init__(state, state.load_alone)
 
     def values(self, shard: Shard) -> CriticValues:
         """Of a batch that is to be trained; `learn` follows. All 0 on a pipeline stage that is not the
@@ -124,24 +120,3 @@ class CriticRank:
             metrics=metrics,
             seconds={"values": valued.seconds, "critic": time.monotonic() - started},
         )
-
-    def save_checkpoint(self, path: str) -> FileEntries:
-        """As `TrainRank.save_checkpoint`. `path`: of the critic's own folder."""
-        return self._state.save(path)
-
-    def copy_checkpoint(self, path: str) -> None:
-        """As `TrainRank.copy_checkpoint`. `path`: of the critic's own folder."""
-        self._saving = self._state.copy(path)
-        self.state_written = self._writer.submit(self._saving.write)
-
-    def finish_checkpoint(self) -> FileEntries:
-        """As `TrainRank.finish_checkpoint`."""
-        assert self._saving is not None, "no checkpoint is being written"
-        saving = self._saving
-        self._saving = None
-        return saving.finish()
-
-    def load_checkpoint(self, path: str) -> None:
-        """`path`: of the whole checkpoint, whose critic may have been on other ranks, its own or the
-        policy's."""
-        self._state.load_alone(path)

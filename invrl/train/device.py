@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from invrl import metrics
 from invrl.train.adamw_steps import repair_distributed_optimizer
 from invrl.train.kernels import SMALLEST_FLEX_HEAD
 from invrl.train.logit_blocks import BLOCK_BYTES
@@ -132,3 +135,12 @@ def _rng_tracker() -> Any:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds of the phase, until the device has finished its work."""
+    with metrics.timed(seconds, phase):
+        yield
+        if on_cuda():
+            torch.cuda.synchronize()

@@ -12,7 +12,7 @@ functions.
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from invrl.train.memory import MemoryBudget
 from invrl.train.micro_batch import Row
 from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
+from invrl.train.saving_rank import SavingRank
 from invrl.train.sharding import Shard
 from invrl.train.values_of_shard import ValuesOfShard
 from invrl.train.weight_folders import WeightFolders
@@ -48,11 +49,11 @@ from invrl.weights.file_server import WeightFileServer
 if TYPE_CHECKING:
     from invrl.train.critic import Critic
     from invrl.train.model import PolicyModel
-    from invrl.train.saved_state import Saving
-    from invrl.train.step import Judged, Prepared, TrainStep
+    from invrl.train.prepared import Judged, Prepared
+    from invrl.train.step import TrainStep
 
 
-class TrainRank:
+class TrainRank(SavingRank):
     """Raises ConfigError, TrainError, or torch's error if the other ranks do not come in time."""
 
     def __init__(self, settings: RankSettings, port: int, listener: socket.socket | None) -> None:
@@ -102,15 +103,12 @@ class TrainRank:
 
             critic = make_critic(settings, self._config, options)
         self._step = self._build_step(chunks, critic, options)
-        self._state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Saving | None = None
+        state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
+        super().__init__(state, state.load)
         self._prepared: Prepared | None = None
         self._judged: Judged | None = None
         self.model_written: Future[FileEntries] = Future()
         """Of the model that `copy_model` copied last."""
-        self.state_written: Future[None] = Future()
-        """Of the checkpoint that `copy_checkpoint` copied last."""
 
     def _build_step(
         self, chunks: Sequence["PolicyModel"], critic: "Critic | None", options: MegatronOptions
@@ -300,11 +298,6 @@ class TrainRank:
                     device=device.device() if self._settings.arena_on_gpu else None,
                 )
 
-    def save_checkpoint(self, path: str) -> FileEntries:
-        """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or
-        new. Returns the entries of the files that this rank has written."""
-        return self._state.save(path)
-
     def copy_model(self, path: str) -> None:
         """Copies the weights, and begins to write them as `export_hugging_face` does, beside training. The
         result is that of `model_written`."""
@@ -328,21 +321,8 @@ class TrainRank:
         )
 
     def copy_checkpoint(self, path: str) -> None:
-        """Copies model, optimizer, schedule and random state, and begins to write them beside training; all
-        ranks together. Once `state_written` is done on all ranks, `finish_checkpoint` follows."""
         self._memory_budget = replace(self._memory_budget, copies_checkpoints=True)
-        self._saving = self._state.copy(path)
-        self.state_written = self._writer.submit(self._saving.write)
-
-    def finish_checkpoint(self) -> FileEntries:
-        """Ends what `copy_checkpoint` began; all ranks together. As `save_checkpoint`."""
-        assert self._saving is not None, "no checkpoint is being written"
-        saving = self._saving
-        self._saving = None
-        return saving.finish()
-
-    def load_checkpoint(self, path: str) -> None:
-        self._state.load(path)
+        super().copy_checkpoint(path)
 
     def export_hugging_face(self, path: str) -> FileEntries:
         """Writes a folder that plain transformers loads: weights in the training dtype, the chat template

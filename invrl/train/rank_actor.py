@@ -10,9 +10,9 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar, Generic, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Generic, ParamSpec, TypeVar
 
 from invrl.file_entry import FileEntries
 from invrl.host.actor_heartbeat import Pulse, pulse
@@ -20,23 +20,10 @@ from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
 from invrl.host.rendezvous import listen
 from invrl.train.rank_settings import RankSettings
+from invrl.train.saving_rank import SavingRank
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
-
-
-class SavingRank(Protocol):
-    """What `rank.py` and `critic_rank.py` have in common."""
-
-    state_written: Future[None]
-
-    def save_checkpoint(self, path: str) -> FileEntries: ...
-
-    def copy_checkpoint(self, path: str) -> None: ...
-
-    def finish_checkpoint(self) -> FileEntries: ...
-
-    def load_checkpoint(self, path: str) -> None: ...
 
 
 RankT = TypeVar("RankT", bound=SavingRank)

@@ -1,14 +1,11 @@
 """All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
 
-Invariant: a call ends on all ranks within its deadline (a failure up to 10 s later), or all ranks are killed.
-The ranks meet in collectives, so if one of them fails or dies the others would wait for it.
+A call ends on all ranks, or all ranks are killed (`rank_calls.py`).
 
 A critic may have ranks of its own. They are numbered after the policy's, so that one rule holds for the life
 of all; they meet in a group of their own, and values and returns go through this process.
 """
 
-import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -20,20 +17,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import ActorDiedError, DeadlineError, InvrlError, ServerError, TrainError
 from invrl.file_entry import FileEntries
 from invrl.host.actor import ActorHandle
-from invrl.host.actor_heartbeat import Pulse
-from invrl.host.actor_log import last_lines
-from invrl.host.ray_memory import killed_for_memory
-from invrl.interfaces import StagedWeights, StepResult, TokenRecord, WeightLayout
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Metric, merge
 from invrl.train.critic_actor import CriticActor
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_actor import RankActor
+from invrl.train.rank_calls import RankCalls, call_deadline
 from invrl.train.rank_settings import CRITIC_FOLDER
 from invrl.train.sharding import Shard, shard_batch
+from invrl.train.token_records import records_of_batch
 from invrl.train.train_actor import TrainActor
 from invrl.train.values_of_shard import CriticValues, in_order_of
 from invrl.types import TrainBatch, WeightVersion
@@ -42,9 +37,6 @@ Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
 Argument = TypeVar("Argument")
 ActorT = TypeVar("ActorT", bound=RankActor[Any])
-
-_DEATH_S = 10.0
-"""How long Ray may take to report a death. Ranks whose collective broke because of it report earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +68,14 @@ class TrainHandle:
         self._actors = list(actors)
         self._layout = layout
         self._critic = critic
-        self._everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
+        everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
+        self._everyone = RankCalls(everyone, heartbeat_timeout_s=heartbeat_timeout_s)
         """By number: the critic's ranks are numbered after the policy's."""
-        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
         self._cost = cost
         self._add_rows = add_rows
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._processes: Mapping[int, Pulse] = {}
-        """By number, once it has started."""
 
     async def start(self) -> None:
         """Returns once every rank has joined and holds the model. Raises ConfigError, TrainError,
@@ -93,19 +83,19 @@ class TrainHandle:
         timeout_s = self._start_timeout_s
         calls_to_listen = self._calls([0], timeout_s, TrainActor.listen)
         calls_to_listen |= self._calls_of_critic([0], timeout_s, CriticActor.listen)
-        ports = await self._wait("listen", calls_to_listen, timeout_s)
+        ports = await self._everyone.wait("listen", calls_to_listen, timeout_s)
         calls = self._calls(self._all_ranks, timeout_s, TrainActor.start, ports[0])
         if self._critic is not None:
             port = ports[self._number_in_critic(0)]
             calls |= self._calls_of_critic(self._critic_ranks, timeout_s, CriticActor.start, port)
-        self._processes = await self._wait("start", calls, timeout_s)
+        self._everyone.processes = await self._everyone.wait("start", calls, timeout_s)
 
     def local_pids(self) -> Mapping[str, int]:
         """The processes of the ranks on this machine that have started, by name, such as "rank-0" and, of the
         critic's own, "critic-0"."""
         here = os.uname().nodename
         pids: dict[str, int] = {}
-        for number, pulse in self._processes.items():
+        for number, pulse in self._everyone.processes.items():
             in_critic = number - self._number_in_critic(0)
             name = f"rank-{number}" if in_critic < 0 else f"critic-{in_critic}"
             if pulse.host == here:
@@ -113,20 +103,8 @@ class TrainHandle:
         return pids
 
     async def watch(self) -> None:
-        """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
-        answer, with the last lines of its log."""
-        watches = [asyncio.create_task(self._watch_rank(number)) for number in range(len(self._everyone))]
-        try:
-            await asyncio.gather(*watches)
-        finally:
-            for watch in watches:
-                watch.cancel()
-
-    async def _watch_rank(self, number: int) -> None:
-        try:
-            await self._everyone[number].watch(self._heartbeat_timeout_s)
-        except ServerError as error:
-            raise ServerError(f"{error}{last_lines(self._processes.get(number))}") from error
+        """As `RankCalls.watch`."""
+        await self._everyone.watch()
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
@@ -161,7 +139,7 @@ class TrainHandle:
         )
         preparing = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.prepare, shards)
         calls: dict[int, Coroutine[Any, Any, Any]] = {**preparing, **self._numbered(valuing)}
-        answers = await self._wait("prepare", calls, timeout_s)
+        answers = await self._everyone.wait("prepare", calls, timeout_s)
         valued: list[CriticValues] = [
             answers[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
@@ -170,7 +148,7 @@ class TrainHandle:
 
         timeout_s = left_s()
         judging = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.judge, values)
-        judged = await self._wait("judge", judging, timeout_s)
+        judged = await self._everyone.wait("judge", judging, timeout_s)
         returns = in_order_of(of_critic, shards, self._reported(judged))
 
         timeout_s = left_s()
@@ -180,7 +158,7 @@ class TrainHandle:
         learning |= self._numbered(
             self._calls_by_replica(critic.actors, critic.layout, timeout_s, CriticActor.learn, returns)
         )
-        results = await self._wait("learn", learning, timeout_s)
+        results = await self._everyone.wait("learn", learning, timeout_s)
         of_policy = self._reported(results)
         reported = [
             results[self._number_in_critic(critic.layout.reporter(replica))]
@@ -267,8 +245,7 @@ class TrainHandle:
         return entries[self._layout.model_copy(0)[0]]
 
     def stop(self) -> None:
-        for actor in self._everyone:
-            actor.kill()
+        self._everyone.stop()
 
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         """One shard per replica."""
@@ -332,7 +309,7 @@ class TrainHandle:
         """Calls a method on every rank of the policy, with the shard of its replica."""
         timeout_s = self._step_timeout_s
         calls = self._calls_by_replica(self._actors, self._layout, timeout_s, method, shards)
-        return await self._wait(method.__name__, calls, timeout_s)
+        return await self._everyone.wait(method.__name__, calls, timeout_s)
 
     async def _call_critic(
         self,
@@ -345,7 +322,7 @@ class TrainHandle:
             return {}
         timeout_s = self._step_timeout_s
         calls = self._calls_of_critic(self._critic_ranks, timeout_s, method, *args, **kwargs)
-        return await self._wait(method.__name__, calls, timeout_s)
+        return await self._everyone.wait(method.__name__, calls, timeout_s)
 
     async def _call(
         self,
@@ -357,7 +334,7 @@ class TrainHandle:
     ) -> dict[int, Answer]:
         """Calls a method on these ranks of the policy, with the same arguments. The answers are by rank."""
         calls = self._calls(ranks, timeout_s, method, *args, **kwargs)
-        return await self._wait(method.__name__, calls, timeout_s)
+        return await self._everyone.wait(method.__name__, calls, timeout_s)
 
     def _calls(
         self,
@@ -367,8 +344,8 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls for `_wait`, of ranks of the policy."""
-        deadline_s = _call_deadline(timeout_s)
+        """Calls for `RankCalls.wait`, of ranks of the policy."""
+        deadline_s = call_deadline(timeout_s)
         return {rank: self._actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
 
     def _calls_of_critic(
@@ -379,10 +356,10 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls for `_wait`, of these ranks within the critic. Nothing where it has no ranks of its own."""
+        """Calls for `RankCalls.wait`, of ranks within the critic. Nothing where it has none of its own."""
         if self._critic is None:
             return {}
-        deadline_s = _call_deadline(timeout_s)
+        deadline_s = call_deadline(timeout_s)
         actors = self._critic.actors
         return self._numbered(
             {rank: actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
@@ -397,61 +374,11 @@ class TrainHandle:
         by_replica: Sequence[Argument],
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
         """Calls of all these actors, by rank, with what their replica is to have."""
-        deadline_s = _call_deadline(timeout_s)
+        deadline_s = call_deadline(timeout_s)
         calls: dict[int, Coroutine[Any, Any, Answer]] = {}
         for rank, actor in enumerate(actors):
             calls[rank] = actor.call(method, deadline_s, by_replica[layout.coordinates(rank).data])
         return calls
-
-    async def _wait(
-        self, method: str, calls: Mapping[int, Coroutine[Any, Any, Answer]], timeout_s: float
-    ) -> dict[int, Answer]:
-        """The answers of all calls, by number. If one fails, or not all end in time, kills all ranks and
-        raises the cause."""
-        tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
-        try:
-            done, pending = await asyncio.wait(
-                tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-            if pending and any(_may_follow(task.exception()) for task in done):
-                await _wait_for_death(pending)
-            failures = {
-                rank: task.exception()
-                for rank, task in tasks.items()
-                if task.done() and task.exception() is not None
-            }
-            unfinished = [task for task in tasks.values() if not task.done()]
-            if failures or unfinished:
-                self.stop()
-            if failures:
-                number = _first_cause(failures)
-                log = last_lines(self._processes.get(number))
-                name = self._everyone[number].name
-                raise _train_error(failures[number], name, method, log) from failures[number]
-            if unfinished:
-                raise DeadlineError(
-                    f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}", timeout_s
-                )
-            return {rank: task.result() for rank, task in tasks.items()}
-        finally:
-            for task in tasks.values():
-                task.cancel()
-
-
-def records_of_batch(
-    batch: TrainBatch, shards: Sequence[Shard], records: Sequence[Sequence[TokenRecord | None]]
-) -> tuple[TokenRecord | None, ...]:
-    """The records in the order of the batch's samples. `records`: those of each replica, in the order of its
-    shard, or none at all."""
-    record_of: dict[int, TokenRecord | None] = {}
-    for shard, records_of_shard in zip(shards, records, strict=True):
-        if records_of_shard:
-            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-            for sample, record in zip(samples, records_of_shard, strict=True):
-                record_of[id(sample)] = record
-    if not record_of:
-        return ()
-    return tuple(record_of.get(id(sample)) for sample in batch.samples)
 
 
 def _step_result(reported: Sequence[StepResult], all_results: Iterable[StepResult]) -> StepResult:
@@ -477,43 +404,3 @@ def _below_critic(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
 def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
     """The files of all ranks."""
     return {path: entry for entries in entries_by_rank.values() for path, entry in entries.items()}
-
-
-def _call_deadline(timeout_s: float) -> float:
-    """The deadline of one rank's call: later than that of `_wait`, which names how many ranks are late."""
-    return timeout_s + 2 * _DEATH_S
-
-
-async def _wait_for_death(pending: set["asyncio.Task[Answer]"]) -> None:
-    """Waits until one of these calls reports that its rank has died, or all have ended, for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DEATH_S):
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(isinstance(task.exception(), ActorDiedError) for task in done):
-                    return
-
-
-def _may_follow(error: BaseException | None) -> bool:
-    """Whether the error may only be a consequence of another rank's failure."""
-    return error is not None and not isinstance(error, InvrlError)
-
-
-def _first_cause(failures: dict[int, BaseException | None]) -> int:
-    """The rank whose failure caused those of the others: one that died, else the first."""
-    for rank, error in failures.items():
-        if isinstance(error, ActorDiedError):
-            return rank
-    return min(failures)
-
-
-def _train_error(error: BaseException | None, name: str, method: str, log: str) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that says what it was. `name`: the
-    rank's; `log`: what its process printed last."""
-    if isinstance(error, ActorDiedError):
-        killed = killed_for_memory(error.__cause__, name)
-        if killed:
-            return TrainError(killed)
-    elif isinstance(error, InvrlError):
-        return error
-    return TrainError(f"{name} failed in {method}: {type(error).__name__}: {error}{log}")

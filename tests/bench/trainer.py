@@ -37,7 +37,7 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
 
     def ours(train: TrainConfig) -> Callable[[], None]:
         def step() -> None:
-            rank._step.train = train
+            rank._step.passes.train = train
             rank.train(shard)
 
         return step

@@ -485,7 +485,7 @@ class RankProcess:
     def token_values(self, shard: Shard) -> list[NDArray[np.float32]]:
         step = self._rank._step
         samples = [sample for mini_batch in shard for sample in mini_batch.samples]
-        [values] = step.critic.values([step._pack(step.masks.rows(samples))])
+        [values] = step.critic.values([step.passes.pack(step.masks.rows(samples))])
         return values
 
     def export(self, path: str) -> FileEntries:

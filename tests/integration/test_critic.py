@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import Arrays, RankPool, Step, Trainer
 from tiny_model import make_tiny_model
@@ -173,6 +174,26 @@ def part_of(batch: TrainBatch, whole: TrainBatch, arrays: Sequence[Floats]) -> l
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
+    takes_two_exact_steps(pool, model, layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", ParallelLayout(pipeline=2, virtual_pipeline=2)),
+        ("qwen3_moe", ParallelLayout(data=2, expert=2)),
+        ("qwen3_moe", ParallelLayout(pipeline=2)),
+    ],
+    ids=["interleaved stages", "experts, EP", "experts, PP"],
+)
+def test_experts_and_interleaved_stages(
+    pool: RankPool, tmp_path: Path, family: str, layout: ParallelLayout
+) -> None:
+    deep = make_family_model(tmp_path / "model", family, num_hidden_layers=4)
+    takes_two_exact_steps(pool, deep, layout)
+
+
+def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     """Of the second batch: the head is 0 before the first step ever. Both networks begin the batch with other
     weights than the model's, and its second step with others than its first."""
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=PPO)

@@ -99,7 +99,7 @@ async def beside_critic(
 
 def processes_of(handle: TrainHandle) -> list[psutil.Process]:
     """Those of the policy, then those of the critic."""
-    handles = [actor.ray_handle for actor in handle._everyone]
+    handles = [actor.ray_handle for actor in handle._everyone.actors]
     pids = ray.get([one.__ray_call__.remote(lambda self: os.getpid()) for one in handles], timeout=120)
     return [psutil.Process(pid) for pid in pids]
 

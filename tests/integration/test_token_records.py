@@ -15,7 +15,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import shard_batch
-from invrl.train.train_handle import records_of_batch
+from invrl.train.token_records import records_of_batch
 from invrl.types import TrainBatch
 
 LAYOUTS = {

@@ -98,6 +98,8 @@ def surrogate_of(
     if c.policy_loss == "sapo":
         tau = c.sapo_temperature_positive if a > 0 else c.sapo_temperature_negative
         return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+    if c.policy_loss == "rejection_gate":
+        return -a / (1 + math.exp(-c.rejection_gate_sharpness * (ratio - 1)))
     if c.policy_loss == "policy_gradient":
         return -a * moving[t]
     if c.policy_loss == "vespo":
@@ -276,12 +278,15 @@ def run(
 
 configs = st.builds(
     AlgorithmConfig,
-    policy_loss=st.sampled_from(["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]),
+    policy_loss=st.sampled_from(
+        ["clip", "cispo", "sapo", "rejection_gate", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]
+    ),
     ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
     eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
     eps_clip_high=st.sampled_from([0.1, 0.28]),
     dual_clip=st.sampled_from([0.0, 1.3]),
     sapo_temperature_positive=st.sampled_from([1.0, 2.0]),
+    rejection_gate_sharpness=st.sampled_from([4.0, 10.0]),
     dppo_threshold=st.sampled_from([0.02, 0.1]),
     correction=st.sampled_from(["none", "truncated", "sequence_truncated", "geometric_truncated"]),
     correction_cap=st.sampled_from([1.1, 2.0]),
@@ -475,7 +480,9 @@ def test_a_sum_to_go_begins_again_with_each_row() -> None:
     assert to_go(torch.zeros(0), Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))).tolist() == []
 
 
-@pytest.mark.parametrize("policy_loss_name", ["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo"])
+@pytest.mark.parametrize(
+    "policy_loss_name", ["clip", "cispo", "sapo", "rejection_gate", "dppo_tv", "dppo_kl", "vespo"]
+)
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
 def test_no_gap_of_log_probs_overflows(policy_loss_name: str, gap: float) -> None:
     """e^200 is infinite in float32; so is the product of a row's ratios."""

@@ -123,6 +123,7 @@ def test_axes_that_go_together(flags: str) -> None:
     [
         (["--policy-loss", "cispo"], ["the clip"]),
         (["--policy-loss", "sapo"], []),
+        (["--policy-loss", "rejection_gate"], []),
         ([*ENGINE, "--rejection", "token", "--rejection-high", "2"], ["the truncated", "the token"]),
         (["--kl-in", "reward", "--policy-loss", "sapo"], ["kl_in has"]),
         (["--old-logprobs", "interpolated"], []),

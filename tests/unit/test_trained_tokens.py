@@ -21,7 +21,7 @@ from invrl.store.trained_tokens import (
     write_trained_tokens,
 )
 from invrl.train.sharding import shard_batch
-from invrl.train.train_handle import records_of_batch
+from invrl.train.token_records import records_of_batch
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 

@@ -1,0 +1,89 @@
+"""The loss of a mini-batch in Megatron's schedule: its gradients, or its metrics alone.
+
+Imported after `device.prepare()`.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from invrl.algorithms.objectives import check_outputs
+from invrl.interfaces import Objective
+from invrl.metrics import Metric, Sum
+from invrl.train import device
+from invrl.train.loss_work import LossWork
+from invrl.train.schedule import run_schedule
+
+
+@dataclass(slots=True, eq=False)
+class LossPass:
+    """One pass over the micro-batches of a mini-batch."""
+
+    chunks: Sequence[DistributedDataParallel]
+    name: str
+    """Of the objective."""
+    objective: Objective
+    records_logprobs: bool
+    bad_losses: list[float] = field(default_factory=list, init=False)
+    """Losses on this rank that are not finite."""
+    seconds: float = field(default=0.0, init=False)
+    """Spent on the losses."""
+    current: list[torch.Tensor] = field(default_factory=list, init=False)
+    """The policy's log-probs [N] of each micro-batch, if they are recorded."""
+
+    def gradients(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+        """Adds the gradients of a mini-batch, summed over its micro-batches and reduced over ranks.
+
+        Returns the metrics of each micro-batch.
+        """
+        return run_schedule(self.chunks, self._forward_step, work, forward_only=False)
+
+    def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+        """Of each micro-batch, without gradient. `loss` is the objective's own metric of that name, and its
+        loss where it has none."""
+        with torch.no_grad():
+            return run_schedule(self.chunks, self._evaluation_step, work, forward_only=True)
+
+    def _forward_step(self, work: Iterator[LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Megatron's forward step: the model's output, and the function that makes a loss of it."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None  # hidden states for the next chunk
+        logprobs_N, *others = output
+
+        def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
+            """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
+            if device.on_cuda():
+                torch.cuda.synchronize()  # the forward pass is not the loss's time
+            started = time.monotonic()
+            if self.records_logprobs:
+                self.current.append(current_N.detach())
+            outputs = self.objective(item.inputs(current_N, *others))
+            check_outputs(self.name, outputs)
+            value = float(outputs.loss.detach())
+            self.seconds += time.monotonic() - started
+            if not math.isfinite(value):
+                self.bad_losses.append(value)
+            return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
+
+        return logprobs_N, compute_loss
+
+    def _evaluation_step(self, work: Iterator[LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Megatron's forward step where the metrics of the loss are all that is wanted."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None
+        logprobs_N, *others = output
+
+        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
+            outputs = self.objective(item.inputs(current_N, *others))
+            return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
+
+        return logprobs_N, measure
