@@ -9,20 +9,21 @@ import logging
 import re
 
 HIDDEN = "(not shown)"
+"""No pattern below takes it for a key: text may be masked twice."""
 SESSION_KEY_HIDDEN = "(session key)"
 _SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
 _VALUE = r"""[^"',\s)}]+"""
 _NAME = r"(?:api|env|secret)[_-]?key\w*|(?:auth|access|api)[_-]token"
-_NAMED = re.compile(rf"""(?i)((?:{_NAME})["']?\s*[:=]\s*)((?:b?["'])?)(?!(?:none|null)\b|\(){_VALUE}""")
-_FLAG = re.compile(rf"""(?i)(--[\w-]*(?:{_NAME})\s+["']?)(?!-)(){_VALUE}""")
-_IN_PAIR = re.compile(rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])(){_VALUE}""")
+_NAMED = re.compile(rf"""(?i)((?:{_NAME})["']?\s*[:=]\s*+)((?:b?["'])?+)(?!(?:none|null)\b|\(){_VALUE}""")
+_FLAG = re.compile(rf"""(?i)(--[\w-]*(?:{_NAME})\s+["']?)()(?![-(]){_VALUE}""")
+_IN_PAIR = re.compile(rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])()(?!\(){_VALUE}""")
 """A header as a pair: (b'x-api-key', b'...')."""
 _HEADER = re.compile(
-    rf"""(?i)(authorization["']?\s*[:=,]\s*(?:b?["'])?)((?:bearer|basic|token)\s+)?(?!\(|none\b|(?:bearer|basic|token)\s+\(){_VALUE}"""
+    rf"""(?i)(authorization["']?\s*[:=,]\s*+(?:b?["'])?+)((?:bearer|basic|token)\s+)?+(?!\(|none\b){_VALUE}"""
 )
 _BEARER = re.compile(r"(?i)(\bbearer\s+)()(?!\()[\w.~+/=-]{8,}")
-_IN_QUERY = re.compile(r"(?i)([?&](?:key|token|secret|password|sig|signature)=)()[^&#\s\"']+")
-_IN_ADDRESS = re.compile(r"(://[^/\s:@\"']*:)()[^/\s@\"']+(?=@)")
+_IN_QUERY = re.compile(r"(?i)([?&](?:key|token|secret|password|sig|signature)=)()(?!\()[^&#\s\"']+")
+_IN_ADDRESS = re.compile(r"(://[^/\s:@\"']*:)()(?!\()[^/\s@\"']+(?=@)")
 _MASKS = (_NAMED, _FLAG, _IN_PAIR, _HEADER, _BEARER, _IN_QUERY, _IN_ADDRESS)
 
 

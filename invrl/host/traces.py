@@ -94,11 +94,11 @@ class Traces:
             yield
 
     def past_span(
-        self, name: str, parent: SpanPlace, *, start: float, end: float, attributes: Attributes
+        self, name: str, parent: SpanPlace | None, *, start: float, end: float, attributes: Attributes
     ) -> SpanPlace:
-        """A span of something that has ended, below a span of another process. `start`, `end`: Unix
-        seconds."""
-        context = _context(_remote(parent.traceparent))
+        """A span of something that has ended, below another span, which may be of another process. Without
+        `parent` it begins a trace. `start`, `end`: Unix seconds."""
+        context = _context(None if parent is None else _remote(parent.traceparent))
         span = self._tracer.start_span(name, context, attributes=dict(attributes), start_time=_ns(start))
         span.end(_ns(end))
         return _place(span)

@@ -28,6 +28,7 @@ from invrl.host.disk import write_atomically
 from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
 from invrl.observe.console_samples import show_samples
+from invrl.observe.phase_traces import PhaseTraces
 from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
@@ -87,7 +88,11 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
     display = open_progress(config.run.progress, num_steps)
-    observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
+    sinks = [*open_sinks(folder, config, done=start.step), phase, display]
+    traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=folder.path.name)
+    if traces is not None:
+        sinks.append(PhaseTraces(traces))
+    observer = RunObserver(sinks)
     _note_settings(config, folder, start, observer)
     _keep_tokenizer(config, folder)
     try:
@@ -100,7 +105,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         elif data is not None:
             interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, traces)
             interrupts.run(run.run())
     finally:
         observer.close()
@@ -154,6 +159,7 @@ class _TrainingRun:
     observer: RunObserver
     phase: CurrentPhase
     start: Start
+    traces: Traces | None
 
     async def run(self) -> None:
         num_steps = self.config.run.num_steps
@@ -256,7 +262,9 @@ class _TrainingRun:
         if held_out is not None:
             evaluate = held_out.during_training
         teacher = open_teacher(config)
-        traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=self.folder.path.name)
+        trace = None
+        if self.traces is not None:
+            trace = StepTraces(self.traces, self.folder.store_path).add
         parts = Parts(
             buffer=cluster.buffer,
             assemble=partial(self._assemble, advantage),
@@ -265,11 +273,11 @@ class _TrainingRun:
             learner=learner,
             evaluate=evaluate,
             show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
-            trace=None if traces is None else StepTraces(traces, self.folder.store_path).add,
+            trace=trace,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())
-        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)), _closing(traces):
+        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,
                 done=self.start.step,
@@ -338,16 +346,6 @@ async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[Non
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-@asynccontextmanager
-async def _closing(traces: Traces | None) -> AsyncIterator[None]:
-    """Sends the last spans at the block's end."""
-    try:
-        yield
-    finally:
-        if traces is not None:
-            await asyncio.to_thread(traces.close)
 
 
 def _deadlines(config: Config) -> Deadlines:

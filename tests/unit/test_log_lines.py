@@ -6,15 +6,23 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from invrl.host import masked_keys
 from invrl.host.log_lines import LineFormatter, LogSettings, session_of_task, write_log_lines
 from invrl.host.masked_keys import without_keys
+from invrl.interfaces import Endpoint
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.runner import Runner
+from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.types import Sampling, Session, Task
 
 SECRET = "0123456789abcdef0123456789abcdef"
 SESSION_KEY = "isk-0" + "aB3_-" * 8 + "x9="
@@ -160,3 +168,73 @@ def test_the_level_is_that_of_the_settings_and_a_later_call_replaces_an_earlier_
     assert (tmp_path / "first.log").read_text() == ""
     [line] = (tmp_path / "second.log").read_text().splitlines()
     assert " W driver invrl.anything: shown" in line
+
+
+def test_an_actors_files_begin_with_its_process_and_have_no_key() -> None:
+    """Ray names the files by numbers."""
+    program = f"""
+        import logging
+        from invrl.host.actor_output import begin_output
+        from invrl.host.log_lines import LogSettings
+        begin_output("trainer-rank-3", LogSettings(run="r7", level="warning"))
+        print("key:", "{SESSION_KEY}")
+        logging.info("not this")
+        logging.warning("api_key={SECRET}")
+        1 / 0
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ":process:trainer-rank-3 of run r7\nkey: (session key)\n"
+    mark, line, *traceback = done.stderr.splitlines()
+    assert mark == ":process:trainer-rank-3 of run r7"
+    assert line.endswith("Z W trainer-rank-3 run=r7 root: api_key=(not shown)")
+    assert traceback[-1] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("ids", [["ses-1"], ["ses-1", "ses-2"]])
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_user_code_logs_under_its_sessions(ids: list[str], in_thread: bool) -> None:
+    seen: list[str] = []
+
+    def in_a_thread(task: Task, endpoints: list[Endpoint]) -> list[float]:
+        seen.append(session_of_task.get())
+        return [1.0] * len(endpoints)
+
+    async def in_the_loop(task: Task, endpoints: list[Endpoint]) -> list[float]:
+        return in_a_thread(task, endpoints)
+
+    rollout = RolloutConfig(rollout_worker_memory_gb=0)
+    worker = RolloutWorker(WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=rollout))
+    function: Any = in_a_thread if in_thread else in_the_loop
+    function.group = True
+    worker._runner = Runner(function, None, timeout_s=60.0)
+    worker._pool = None  # type: ignore[assignment]
+    worker._client = NoGateway()  # type: ignore[assignment]
+    sessions = tuple(
+        Session(
+            id=session_id,
+            key=SESSION_KEY,
+            base_url="http://127.0.0.1:9",
+            task_id="t",
+            group_id="g",
+            purpose="train",
+            sampling=Sampling(),
+            index=0,
+            attempt=0,
+        )
+        for session_id in ids
+    )
+    await worker.run(Assignment(task=Task(id="t", payload={}), sessions=sessions))
+    assert seen == [",".join(ids)]
+    assert session_of_task.get() == ""
+
+
+class NoGateway:
+    """Takes every report."""
+
+    async def attach(self, *_: object) -> None: ...
+
+    async def finish(self, *_: object) -> None: ...
+
+    async def abort(self, *_: object) -> None: ...

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.traces import SpanPlace, Traces, child_span, current_traceparent, traces_endpoint
 from invrl.interfaces import StepResult
 from invrl.metrics import Max, Metric
+from invrl.observe.phase_traces import PhaseTraces
 from invrl.observe.sinks import Sink
 from invrl.observe.trace_checks import check_traces
 from invrl.run.config import Source, resolve
@@ -37,7 +38,9 @@ from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.step_traces import StepTraces
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.store.timeline_file import Span as PhaseSpan
 from invrl.types import (
+    DroppedGroup,
     GroupLease,
     Outcome,
     TakenBatch,
@@ -147,6 +150,9 @@ class OneBatch:
         return None
 
     async def record(self, outcome: Outcome) -> None: ...
+
+    async def unwanted(self) -> Sequence[DroppedGroup]:
+        return ()
 
     async def take(self) -> TakenBatch:
         return TakenBatch(batch_id=7, version=WeightVersion(0), groups=())
@@ -341,6 +347,33 @@ async def test_a_store_that_cannot_be_read_does_not_end_the_run(
     await train_on(turn, StepTraces(traces, damaged))
     traces.close()
     assert "the traces of step 1 are not complete" in caplog.text
+
+
+def test_a_drivers_step_is_a_trace_with_a_span_for_each_phase(collector: Collector) -> None:
+    sink = PhaseTraces(open_at(collector, "invrl-driver"))
+    sink.step(0, {})  # no phase: no trace
+    for name, step, start, end in [("train", 1, 10.0, 11.0), ("evaluating", 1, 11.5, 12.0)]:
+        sink.span(PhaseSpan(lane="trainer", name=name, step=step, start=start, end=end))
+    sink.step(1, {"train/loss": 1.0})
+    sink.span(PhaseSpan(lane="trainer", name="train", step=2, start=12.0, end=13.0))
+    sink.close()  # within step 2
+
+    first, second = sorted({span.trace_id.hex() for span in collector.spans}, key=first_start(collector))
+    chain = collector.chain(first)
+    assert set(chain) == {"step", "train", "evaluating"}
+    root = chain.pop("step")
+    assert root.parent_span_id == b""
+    assert {span.parent_span_id for span in chain.values()} == {root.span_id}
+    assert (root.start_time_unix_nano, root.end_time_unix_nano) == (10e9, 12e9)
+    assert [(item.key, item.value.int_value) for item in root.attributes] == [("invrl.step", 1)]
+    assert set(collector.chain(second)) == {"step", "train"}
+
+
+def first_start(collector: Collector) -> Callable[[str], int]:
+    def start(trace_id: str) -> int:
+        return min(s.start_time_unix_nano for s in collector.spans if s.trace_id.hex() == trace_id)
+
+    return start
 
 
 def test_an_exception_is_recorded_by_its_type_alone(collector: Collector) -> None:
