@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.failures import FailureReport
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import configured_group_filter
@@ -210,6 +211,9 @@ class BufferActor:
         self._buffer.advance(version)
         self._next_suspects_check = 0.0
         await self._notify()
+
+    async def counts(self) -> BufferCounts:
+        return self._buffer.counts()
 
     async def metrics(self) -> Mapping[str, Metric]:
         return self._buffer.metrics()

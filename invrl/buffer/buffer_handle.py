@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.failures import FailureReport
 from invrl.buffer.wait_report import WaitReport
 from invrl.host.actor import ActorHandle
@@ -58,6 +59,9 @@ class BufferHandle:
 
     async def metrics(self) -> Mapping[str, Metric]:
         return await self.actor.call(BufferActor.metrics, self.call_timeout_s)
+
+    async def counts(self) -> BufferCounts:
+        return await self.actor.call(BufferActor.counts, self.call_timeout_s)
 
     async def failures(self) -> FailureReport:
         return await self.actor.call(BufferActor.failures, self.call_timeout_s)

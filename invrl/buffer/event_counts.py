@@ -3,9 +3,23 @@ metrics of a step."""
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.reasons import DropReason, FailureReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCounts:
+    """The buffer in numbers, at one moment."""
+
+    states: Mapping[str, int]
+    """How many groups and rollouts are in each state, by names such as `groups_ready` and `rollouts_trained`.
+    Those that ended are counted since the start of the run."""
+    failed: Mapping[str, int]
+    """Rollouts failed since the start of the run, by reason."""
+    dropped: Mapping[str, int]
+    """Groups dropped since the start of the run, by reason."""
 
 
 def dropped_group_name(reason: DropReason, filter_reason: str = "") -> str:

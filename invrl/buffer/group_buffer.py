@@ -30,7 +30,7 @@ from typing import Unpack
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.event_counts import EventCounts, dropped_group_name
+from invrl.buffer.event_counts import BufferCounts, EventCounts, dropped_group_name
 from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
 from invrl.buffer.filter_verdicts import FilterVerdicts
 from invrl.buffer.group_filters import ZERO_VARIANCE
@@ -349,12 +349,17 @@ class GroupBuffer:
         filter that drops solved tasks does not bias it. `rollouts_counted/<reason>` are those failures that
         count with a reward."""
         metrics = self.events.take_metrics()
-        metrics["groups_in_flight"] = Mean(len(self._in_flight))
-        metrics["groups_ready"] = Mean(len(self._ready))
-        metrics["groups_taken"] = Mean(self._groups_taken())
-        for state in RolloutState:
-            metrics[f"rollouts_{state}"] = Mean(self._ledger.counts[state])
-        return metrics
+        return metrics | {name: Mean(count) for name, count in self.counts().states.items()}
+
+    def counts(self) -> BufferCounts:
+        """How many groups and rollouts are in each state now, and what has failed or was dropped so far."""
+        states = {
+            "groups_in_flight": len(self._in_flight),
+            "groups_ready": len(self._ready),
+            "groups_taken": self._groups_taken(),
+        }
+        states |= {f"rollouts_{state}": self._ledger.counts[state] for state in RolloutState}
+        return BufferCounts(states=states, failed=self.events.failed, dropped=self.events.dropped)
 
     # ------------------------------------------------------------------ inside
 

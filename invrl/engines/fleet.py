@@ -26,6 +26,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
 from invrl.engines.engine_server import EngineServer, max_total_tokens
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.fleet_state import FleetState
 from invrl.engines.router_server import RouterServer
 from invrl.engines.sglang_args import flags_of_run, router_flags
 from invrl.engines.sglang_client import EngineLimits, SglangClient
@@ -187,6 +188,15 @@ class Fleet:
         if not self.engines and self.evicted:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
             raise ServerError(f"no engine is left: {reasons}")
+
+    def state(self) -> FleetState:
+        """May be called from any thread."""
+        return FleetState(
+            alive={name: engine.server.url for name, engine in dict(self.engines).items()},
+            lost=tuple(self.evicted),
+            restarts=dict(self._restarts),
+            router_metrics_url=self.router.metrics_url,
+        )
 
     def evict(self, name: str, reason: str) -> None:
         """Take an engine out of the fleet; do nothing if it has left already.

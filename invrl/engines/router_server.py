@@ -74,6 +74,7 @@ class RouterServer(ServerProcess):
         self.engine_api_key: str | None = None
         """The API key that engines must have. None: each may have its own."""
         self.url = f"http://127.0.0.1:{self.address.port.number}"
+        self.metrics_url = f"http://127.0.0.1:{self.address.prometheus_port.number}/metrics"
         self._start_timeout_s = start_timeout_s
         self._worker_ids: dict[str, str] = {}
         """The router's own ids of the registered engines, by URL."""

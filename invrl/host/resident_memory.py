@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_NAME_BYTES = 15
+"""What the kernel keeps of a process's name."""
 _PARENT = 1
 _RESIDENT_PAGES = 21
 """Places in /proc/PID/stat after the name, which may itself hold spaces and parentheses."""
@@ -15,20 +18,29 @@ _RESIDENT_PAGES = 21
 
 @dataclass(frozen=True, slots=True)
 class _Process:
+    name: str
     parent: int
     resident_bytes: int
 
 
-def resident_memory(kinds: Mapping[int, str], *, own: str, others: str) -> dict[str, int]:
+def resident_memory(
+    kinds: Mapping[int, str], *, own: str, others: str, names: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, int]:
     """Resident bytes of this process and of those below it, by kind: `own` for this process, else what
-    `kinds` says (by pid) of the process or of its nearest ancestor, else `others`. Memory that processes
-    share counts once for each of them. Processes on other machines are not seen."""
+    `kinds` says (by pid), or `names` (by the process's name), of the process or of its nearest ancestor, else
+    `others`. Memory that processes share counts once for each of them. Processes on other machines are not
+    seen."""
+    kernel_names = {name[:_NAME_BYTES]: kind for name, kind in names.items()}
     processes = _all_processes()
+    known = {
+        pid: kernel_names[process.name] for pid, process in processes.items() if process.name in kernel_names
+    }
+    known.update(kinds)
     totals: dict[str, int] = {}
     for pid, process in processes.items():
         kind = own
         if pid != os.getpid():
-            kind = _kind_below(pid, processes, kinds, others)
+            kind = _kind_below(pid, processes, known, others)
         if kind:
             totals[kind] = totals.get(kind, 0) + process.resident_bytes
     return totals
@@ -51,9 +63,13 @@ def _all_processes() -> dict[int, _Process]:
         if not folder.name.isdecimal():
             continue
         try:
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            head, _, tail = (folder / "stat").read_text(errors="replace").rpartition(")")
         except OSError:  # it has ended
             continue
-        resident_bytes = int(fields[_RESIDENT_PAGES]) * _PAGE_BYTES
-        processes[int(folder.name)] = _Process(int(fields[_PARENT]), resident_bytes)
+        fields = tail.split()
+        processes[int(folder.name)] = _Process(
+            name=head.partition("(")[2],
+            parent=int(fields[_PARENT]),
+            resident_bytes=int(fields[_RESIDENT_PAGES]) * _PAGE_BYTES,
+        )
     return processes

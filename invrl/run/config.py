@@ -103,6 +103,14 @@ class RunConfig(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port at which the run shows its metrics for Prometheus; 0: none"
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        description="address at which metrics are shown, without a key; another than loopback shows them to "
+        "everybody who reaches it",
+    )
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
 
     def log_settings(self, run: str) -> LogSettings:

@@ -106,6 +106,8 @@ _MAY_CHANGE = frozenset(
         "data_epochs",
         "progress",
         "log_samples",
+        "metrics_port",
+        "metrics_host",
         "tensorboard",
         "record_trained_tokens",
         "sample_interval_s",

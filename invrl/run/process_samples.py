@@ -20,9 +20,12 @@ from invrl.run.cluster import Cluster, Serving
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
+from invrl.train.train_handle import TrainHandle
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
+_ACTORS = {"ray::BufferActor": "buffer", "ray::RolloutWorker": "rollout-workers"}
+"""Actors whose process ids the driver does not know, by the names that Ray gives their processes."""
 
 
 async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float) -> None:
@@ -38,9 +41,7 @@ async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, 
                     ended = await asyncio.to_thread(store.ended_turns, sequence)
                     sequence = ended.sequence
                     lag_s = await _loop_lag_s(cluster.serving, http)
-                    memory = await asyncio.to_thread(
-                        resident_memory, kinds_of(cluster), own="driver", others="ray"
-                    )
+                    memory = await asyncio.to_thread(memory_of, cluster.serving, cluster.trainer)
                     sample = Sample(
                         time=time.time(),
                         engines=await _engine_samples(cluster.serving),
@@ -53,15 +54,24 @@ async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, 
                     observer.sample(sample)
 
 
-def kinds_of(cluster: Cluster) -> Mapping[int, str]:
-    """What the processes of a run are, by pid. Those of Ray but the trainer's ranks are missing."""
-    serving = cluster.serving
-    kinds = {serving.gateway.process.pid: "gateway", serving.fleet.router.pid: "router"}
-    for name, engine in serving.fleet.engines.items():
-        if isinstance(engine.server, EngineServer):
-            kinds[engine.server.pid] = name
-    if cluster.trainer is not None:
-        kinds.update({pid: name for name, pid in cluster.trainer.local_pids().items()})
+def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
+    """Resident bytes of the run's processes on this machine: "driver", "gateway", "router", each engine and
+    rank by its name, "buffer", "rollout-workers" with what they start, "other". May be called from any
+    thread."""
+    return resident_memory(_kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS)
+
+
+def _kinds_of(serving: Serving | None, trainer: TrainHandle | None) -> Mapping[int, str]:
+    """What the processes are, by pid. Those of Ray but the trainer's ranks are missing."""
+    kinds: dict[int, str] = {}
+    if serving is not None:
+        kinds[serving.gateway.process.pid] = "gateway"
+        kinds[serving.fleet.router.pid] = "router"
+        for name, engine in dict(serving.fleet.engines).items():
+            if isinstance(engine.server, EngineServer):
+                kinds[engine.server.pid] = name
+    if trainer is not None:
+        kinds.update({pid: name for name, pid in trainer.local_pids().items()})
     return kinds
 
 

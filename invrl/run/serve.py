@@ -2,12 +2,15 @@
 
 The first session is for the person at the terminal; the environment key opens more."""
 
+from contextlib import AsyncExitStack, closing
+
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
+from invrl.run.served_metrics import ServedMetrics
 from invrl.store.run_folder import RunFolder
 from invrl.types import GroupLease, GroupMember, Session, Task
 
@@ -15,7 +18,9 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
     remove_abandoned()
-    async with start_serving(with_long_answers(config), folder) as serving:
+    async with AsyncExitStack() as stack:
+        metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
+        serving = await stack.enter_async_context(start_serving(with_long_answers(config), folder))
         print(
             f"starting {config.engine.described} behind {serving.fleet.router.program}; "
             f"run folder {folder.path}",
@@ -24,6 +29,9 @@ async def serve(config: Config, folder: RunFolder) -> None:
         await serving.wait_ready()
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
+        stack.enter_context(metrics.of_serving(serving))
+        if metrics.message:
+            print(metrics.message, flush=True)
         print(welcome(serving, await _open_session(serving)), flush=True)
         await serving.watch()
 

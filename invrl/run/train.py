@@ -49,6 +49,7 @@ from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
+from invrl.run.served_metrics import ServedMetrics
 from invrl.run.step_traces import StepTraces
 from invrl.run.teacher import Teacher, open_teacher
 from invrl.run.train_on_data import train_on_data
@@ -88,12 +89,15 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
     display = open_progress(config.run.progress, num_steps)
-    sinks = [*open_sinks(folder, config, done=start.step), phase, display]
+    metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
     traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=folder.path.name)
+    sinks = [*open_sinks(folder, config, done=start.step), phase, display, *metrics.sinks()]
     if traces is not None:
         sinks.append(PhaseTraces(traces))
     observer = RunObserver(sinks)
     _note_settings(config, folder, start, observer)
+    if metrics.message:
+        observer.note(metrics.message)
     _keep_tokenizer(config, folder)
     try:
         if config.run.debug_train_only:
@@ -105,10 +109,11 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         elif data is not None:
             interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, traces)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, metrics, traces)
             interrupts.run(run.run())
     finally:
         observer.close()
+        metrics.close()
         picture = _draw_report(folder)
         if picture:
             print(f"reward curve: {picture}", flush=True)
@@ -159,6 +164,7 @@ class _TrainingRun:
     observer: RunObserver
     phase: CurrentPhase
     start: Start
+    metrics: ServedMetrics
     traces: Traces | None
 
     async def run(self) -> None:
@@ -175,6 +181,7 @@ class _TrainingRun:
             start_cluster(self.config, self.folder, self.start.read_snapshot()) as cluster,
             AsyncExitStack() as stack,
         ):
+            stack.enter_context(self.metrics.of_serving(cluster.serving, cluster.trainer))
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             report_span(self.observer, "starting", 0, began=started_at)
@@ -233,7 +240,8 @@ class _TrainingRun:
         waits = report_waits(cluster.buffer, self.phase, self.observer, _deadlines(self.config))
         interval_s = self.config.run.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
-        async with _in_background(waits), _in_background(samples):
+        counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
+        async with _in_background(waits), _in_background(samples), _in_background(counts):
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import train
+from e2e.scrapes import Scrapes, free_port
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +16,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def learned(folder: Path) -> Path:
-    """All its steps, all checkpoints and batches kept."""
+def scrapes() -> Scrapes:
+    """What `learned` showed while it ran."""
+    return Scrapes(free_port())
+
+
+@pytest.fixture(scope="session")
+def learned(folder: Path, scrapes: Scrapes) -> Path:
+    """All its steps, all checkpoints and batches kept, and scraped."""
     kept = ("--save-interval", "4", "--keep-checkpoints", "0", "--save-rollout-data")
-    return train(folder, "learned", *kept)
+    shown = ("--metrics-port", str(scrapes.port), "--sglang-enable-metrics")
+    with scrapes.running():
+        return train(folder, "learned", *kept, *shown)

@@ -382,6 +382,55 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
     assert "0 for a free one" in block["fix"]
 
 
+def test_a_port_for_metrics_that_is_taken(refused: Refused) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        block = refused("--metrics-port", str(port))
+    assert (block["where"], block["value"]) == ("run.metrics_port", str(port))
+    assert f"the metrics cannot listen on 127.0.0.1:{port}" in block["reason"]
+    assert "in use" in block["reason"]
+    assert "--metrics-port, or 0 for none" in block["fix"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "reason", "fix"),
+    [
+        (
+            ["--metrics-port", "65536"],
+            "run.metrics_port",
+            "less than or equal to 65535",
+            "set metrics_port: port",
+        ),
+        (
+            ["--metrics-port", "-1"],
+            "run.metrics_port",
+            "greater than or equal to 0",
+            "set metrics_port: port",
+        ),
+        (["--metrics-port", "http"], "run.metrics_port", "integer", "set metrics_port: port"),
+        (
+            ["--metrics-port", "9464", "--gateway-port", "9464"],
+            "run.metrics_port",
+            "it is the gateway's port",
+            "another --metrics-port",
+        ),
+        (
+            ["--metrics-port", "9464", "--metrics-host", "192.0.2.1"],  # of documentation, not of a machine
+            "run.metrics_host",
+            "cannot listen on 192.0.2.1:9464",
+            "--metrics-host (127.0.0.1, or 0.0.0.0 for all)",
+        ),
+    ],
+)
+def test_a_place_where_metrics_cannot_be_shown(
+    refused: Refused, flags: list[str], where: str, reason: str, fix: str
+) -> None:
+    block = refused(*flags)
+    assert block["where"] == where
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+
+
 @pytest.mark.parametrize(
     ("flags", "where", "reason", "fix"),
     [

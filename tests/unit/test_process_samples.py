@@ -13,7 +13,7 @@ from recorded_run import record_run
 from invrl.engines.sglang_answers import EngineLoad, decode_load
 from invrl.errors import ServerError
 from invrl.host.resident_memory import resident_memory
-from invrl.run.process_samples import gateway_sample
+from invrl.run.process_samples import gateway_sample, memory_of
 from invrl.store.run_store import EndedTurns, RunStore
 
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); p.wait()"
@@ -37,6 +37,25 @@ def test_memory_counts_for_the_nearest_ancestor_that_has_a_kind() -> None:
     assert unnamed["ray"] > 60_000_000
     assert "engine-0" not in unnamed
     assert named["driver"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+
+
+def test_memory_counts_by_the_name_of_a_process_whose_id_is_not_known() -> None:
+    """The kernel keeps 15 characters of a name."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'ray::BufferActor', 0, 0, 0); "
+    with subprocess.Popen([sys.executable, "-c", rename + CHILD], stdout=subprocess.PIPE) as actor:
+        assert actor.stdout is not None
+        try:
+            assert actor.stdout.readline() == b"ready\n"
+            memory = memory_of(None, None)
+            by_id = resident_memory(
+                {actor.pid: "rank-0"}, own="driver", others="other", names={"ray::BufferActor": "buffer"}
+            )
+        finally:
+            actor.kill()
+    assert memory["buffer"] > 60_000_000
+    assert memory["driver"] > 10_000_000
+    assert by_id["rank-0"] > 60_000_000
+    assert "buffer" not in by_id
 
 
 def test_an_engines_schedulers_count_together() -> None:

@@ -19,6 +19,8 @@ TRAIN = DOCTOR | {"train"}
 EVAL = frozenset({"eval"})
 ROLLOUTS = TRAIN | EVAL
 EVERY = ROLLOUTS | {"serve"}
+WITH_METRICS = TRAIN | {"serve"}
+"""The commands that show metrics."""
 ENGINES = EVERY | {"engine"}
 
 
@@ -112,6 +114,7 @@ CHECKS = (
     _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
     _of_settings("weight server", settings_checks.check_weight_host, TRAIN),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
+    _of_settings("metrics port", settings_checks.check_metrics_port, WITH_METRICS, trainer_alone=True),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
     _of_settings("external engines", settings_checks.check_engine_key, EVERY),
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),

@@ -249,20 +249,38 @@ def check_weight_host(config: Config) -> str:
 
 def check_gateway_port(config: Config) -> None:
     """The gateway can listen on its address, and no other program uses it."""
-    host = config.gateway.gateway_host
-    port = config.gateway.gateway_port
+    _check_listening("gateway", "the gateway", config.gateway.gateway_host, config.gateway.gateway_port)
+
+
+def check_metrics_port(config: Config) -> str:
+    """The run can show its metrics at their address, if they have a port, and no other program uses it."""
+    host = config.run.metrics_host
+    port = config.run.metrics_port
+    if not port:
+        return "none"
+    if port == config.gateway.gateway_port:
+        fix = "choose another --metrics-port"
+        raise ConfigError("run.metrics_port", port, "it is the gateway's port", fix)
+    _check_listening("metrics", "the metrics", host, port)
+    return f"{host}:{port}"
+
+
+def _check_listening(name: str, server: str, host: str, port: int) -> None:
+    """Somebody can listen at the address of the settings NAME_host and NAME_port."""
+    section = "gateway" if name == "gateway" else "run"
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        reason = f"the gateway cannot listen on {host}:{port} ({error.strerror})"
+        reason = f"{server} cannot listen on {host}:{port} ({error.strerror})"
         if isinstance(error, PermissionError) or "in use" in str(error):
-            fix = "choose another --gateway-port, or 0 for a free one"
-            raise ConfigError("gateway.gateway_port", port, reason, fix) from error
-        fix = "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)"
-        raise ConfigError("gateway.gateway_host", host, reason, fix) from error
+            zero = "a free one" if name == "gateway" else "none"
+            fix = f"choose another --{name}-port, or 0 for {zero}"
+            raise ConfigError(f"{section}.{name}_port", port, reason, fix) from error
+        fix = f"give an address of this machine as --{name}-host (127.0.0.1, or 0.0.0.0 for all)"
+        raise ConfigError(f"{section}.{name}_host", host, reason, fix) from error
 
 
 def check_environment_key(config: Config) -> None:

@@ -24,6 +24,7 @@ from invrl.gateway.server.loop_lag import LoopLag
 from invrl.gateway.server.metrics import GatewayMetrics
 from invrl.gateway.server.peers import Peers
 from invrl.gateway.server.refusals import FormatError, add_error_handlers
+from invrl.gateway.server.request_counts import CountedApp, RequestCounts, route_names
 from invrl.gateway.server.session_api import SessionRoutes
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
@@ -97,12 +98,14 @@ def make_app(
     )
     lifecycle = _make_lifecycle(settings, registry, turns, store, run_ended)
     loop_lag = LoopLag()
+    requests = RequestCounts()
     metrics = GatewayMetrics(
         settings=settings,
         registry=registry,
         lifecycle=lifecycle,
         turns=turns,
         loop_lag=loop_lag,
+        requests=requests,
         peers=peers,
     )
 
@@ -128,6 +131,7 @@ def make_app(
         return agent_routes.dialect_for(request).error(error)
 
     add_error_handlers(app, format_error)
+    _add_counting(app, requests)
     if len(peers.place.urls) > 1:
         _add_forwarding(app, settings, peers, format_error)
     return app
@@ -207,6 +211,17 @@ def _add_session_routes(
         authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
     )
     app.include_router(routes.numbers_router(large_route_class))
+
+
+def _add_counting(app: _GatewayApp, requests: RequestCounts) -> None:
+    """Requests that this worker answers are counted. Those that it forwards are counted by their owner."""
+    for path, endpoint in app.sampling_endpoints.items():
+        app.sampling_endpoints[path] = CountedApp(endpoint, counts=requests, route_of=_sampling_route(path))
+    app.add_middleware(CountedApp, counts=requests, route_of=route_names(app.router.routes))
+
+
+def _sampling_route(path: str) -> Callable[[Scope], str]:
+    return lambda _: f"/v1{path}"
 
 
 def _add_forwarding(

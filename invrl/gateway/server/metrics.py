@@ -7,6 +7,7 @@ from typing import Any
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.loop_lag import LoopLag
 from invrl.gateway.server.peers import Peers
+from invrl.gateway.server.request_counts import RequestCounts
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.sessions.lifecycle import Lifecycle
 from invrl.gateway.sessions.rollout_summary import token_shares
@@ -20,6 +21,7 @@ class GatewayMetrics:
     lifecycle: Lifecycle
     turns: Turns
     loop_lag: LoopLag
+    requests: RequestCounts
     peers: Peers
 
     async def collect(self, *, all_workers: bool) -> Mapping[str, object]:
@@ -32,11 +34,15 @@ class GatewayMetrics:
     def _own(self) -> Mapping[str, object]:
         lag_ms = self.loop_lag.summary()
         place = self.peers.place
+        tokens = self.lifecycle.tokens
+        # What is counted since a worker's start falls when that worker is replaced: a program that
+        # computes rates needs it for each worker.
+        worker = {"starts": place.starts, **lag_ms, "tokens": tokens, "requests": self.requests.summary()}
         return {
             "run_id": self.settings.run_id,
-            "tokens": self.lifecycle.tokens,
+            "tokens": tokens,
             "sessions": self.registry.counts(),
             "loop_lag_ms": lag_ms,
-            "workers": {str(place.number): {"starts": place.starts, **lag_ms}},
+            "workers": {str(place.number): worker},
             **self.turns.metrics(),
         }

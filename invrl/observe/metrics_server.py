@@ -1,0 +1,192 @@
+"""Serves a run's metrics over HTTP, in threads of the driver.
+
+`/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of the run says of itself
+(the router, an engine), whose ports are chosen anew at each start. Invariants: it only reads, and answers
+nothing else; each question and each answer has a deadline; it ends with the driver."""
+
+import io
+import logging
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse
+
+    from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
+PATH = "/metrics"
+_UPSTREAM_DEADLINE_S = 5.0
+_CHUNK_BYTES = 65536
+_CLIENT_DEADLINE_S = 10.0
+"""A client that has not sent its whole request by then, or has not read the whole answer, is disconnected."""
+_MAX_CONNECTIONS = 64
+"""At the same time. Those above are closed at once."""
+_MAX_SCRAPES = 8
+"""At the same time. Prometheus makes one."""
+_STOP_TIMEOUT_S = 5.0
+_TEXT = ("Content-Type", "text/plain; charset=utf-8")
+
+Upstreams = Callable[[], Mapping[str, str]]
+"""The addresses of the other servers' metrics now, by name."""
+
+
+class _RequestStream(io.RawIOBase):
+    """What a client sends. Raises TimeoutError at the deadline, also if a byte comes now and then."""
+
+    def __init__(self, client: socket.socket, deadline_s: float) -> None:
+        self._client = client
+        self._ends_at = time.monotonic() + deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request is not whole")
+        allowed_s = self._client.gettimeout()
+        self._client.settimeout(left_s)
+        try:
+            return self._client.recv_into(buffer)
+        finally:
+            self._client.settimeout(allowed_s)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout: float = _CLIENT_DEADLINE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_RequestStream(self.connection, self.timeout))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    free_connections: threading.BoundedSemaphore
+
+    def server_bind(self) -> None:
+        """Without the look-up of a host name, which may wait for a name server."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
+        self.setup_environ()
+        self.free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, as long as there are not too many."""
+        if self.free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free_connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a scrape broke off", exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class MetricsServer:
+    """Call `stop` at the end. Raises OSError if it cannot listen there."""
+
+    def __init__(self, collector: Collector, *, host: str, port: int, upstreams: Upstreams = dict) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        self._own = make_wsgi_app(registry)
+        self._upstreams = upstreams
+        self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
+        server_class = _Server6 if ":" in host else _Server
+        self._server = make_server(host, port, self._answer, server_class, _Handler)
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the port. A scrape that is under way is not waited for."""
+        self._server.shutdown()
+        self._server.socket.close()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    def _answer(self, environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _refuse(start_response, HTTPStatus.METHOD_NOT_ALLOWED, "GET only")
+        if not self._free.acquire(blocking=False):
+            return _refuse(
+                start_response, HTTPStatus.SERVICE_UNAVAILABLE, f"{_MAX_SCRAPES} scrapes at a time"
+            )
+        try:
+            path = str(environ.get("PATH_INFO", ""))
+            if path.rstrip("/") == PATH:
+                return self._own(environ, start_response)
+            name = path.removeprefix(PATH + "/")
+            urls = self._upstreams()
+            if name not in urls:
+                paths = ", ".join([PATH, *(f"{PATH}/{other}" for other in urls)])
+                return _refuse(start_response, HTTPStatus.NOT_FOUND, f"there are: {paths}")
+            return _pass_on(name, urls[name], start_response)
+        finally:
+            self._free.release()
+
+
+def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[bytes]:
+    try:
+        with _OPENER.open(url, timeout=_UPSTREAM_DEADLINE_S) as answer:
+            body = _read(answer)
+            content_type = answer.headers.get("Content-Type", _TEXT[1])
+    except urllib.error.HTTPError as error:
+        reason = f"{name} answered {error.code}"
+        if error.code == HTTPStatus.NOT_FOUND and name != "router":
+            reason += ": an engine shows its metrics with --sglang-enable-metrics"
+        return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
+    except (OSError, HTTPException) as error:
+        return _refuse(start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}")
+    start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _read(answer: HTTPResponse) -> bytes:
+    """The whole body. Raises TimeoutError if it comes too slowly, also if it comes all the time."""
+    ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
+    chunks: list[bytes] = []
+    while chunk := answer.read1(_CHUNK_BYTES):
+        chunks.append(chunk)
+        if time.monotonic() > ends_at:
+            raise TimeoutError(f"more than {_UPSTREAM_DEADLINE_S:g} s")
+    return b"".join(chunks)
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxies of the environment: everything is on this machine, or on one that it reaches."""
+
+
+def _refuse(start_response: "StartResponse", status: HTTPStatus, reason: str) -> Iterable[bytes]:
+    body = f"{reason}\n".encode()
+    start_response(f"{status.value} {status.phrase}", [_TEXT, ("Content-Length", str(len(body)))])
+    return [body]
