@@ -12,10 +12,15 @@ PROCESS_MARK = ":process:"
 """The beginning of that line, beside those that Ray begins its files with."""
 
 
+def mark_files(process: str, settings: LogSettings) -> None:
+    """Writes the line that says which process it is into both files."""
+    for stream in (sys.stdout, sys.stderr):
+        print(f"{PROCESS_MARK}{process} of run {settings.run}", file=stream, flush=True)
+
+
 def begin_output(process: str, settings: LogSettings) -> None:
     """To be called in the actor's process. What it logs goes to its standard error, in our format."""
     sys.stdout = MaskedText(1)
     sys.stderr = MaskedText(2)
-    for stream in (sys.stdout, sys.stderr):
-        print(f"{PROCESS_MARK}{process} of run {settings.run}", file=stream)
+    mark_files(process, settings)
     write_log_lines(process, settings)

@@ -26,7 +26,7 @@ import psutil
 from invrl import plugins
 from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
-from invrl.host.actor_output import begin_output
+from invrl.host.actor_output import mark_files
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
 from invrl.host.log_lines import LogSettings, session_of_task, write_log_lines
@@ -117,14 +117,12 @@ class RolloutWorker:
 
     def _begin_log(self) -> None:
         settings = self._settings
+        if settings.log is not None:
+            mark_files(settings.process, settings.log)
         file = settings.log_path
         if file is not None and not WorkerLog(file).take_output():
             file = None
-        if settings.log is None:
-            return
-        if file is None:
-            begin_output(settings.process, settings.log)
-        else:
+        if settings.log is not None:
             write_log_lines(settings.process, settings.log, file=file)
 
     async def run(self, assignment: Assignment) -> WorkerReply:

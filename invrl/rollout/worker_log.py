@@ -43,6 +43,7 @@ class WorkerLog:
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             print(f"what this worker prints stays here: {self._path} cannot be written: {error}", flush=True)
+            _mask_keys()
             return False
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -50,8 +51,7 @@ class WorkerLog:
         os.dup2(file, _STDOUT)
         os.dup2(file, _STDERR)
         os.close(file)
-        sys.stdout = MaskedText(_STDOUT)
-        sys.stderr = MaskedText(_STDERR)
+        _mask_keys()
         threading.Thread(target=self._keep_short, name="worker-log", daemon=True).start()
         return True
 
@@ -77,3 +77,8 @@ class WorkerLog:
         with self._path.open("ab", buffering=0) as file:
             file.write(note.encode() + tail)
         return True
+
+
+def _mask_keys() -> None:
+    sys.stdout = MaskedText(_STDOUT)
+    sys.stderr = MaskedText(_STDERR)

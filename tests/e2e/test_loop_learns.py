@@ -122,6 +122,10 @@ def test_what_user_code_logs_has_run_and_session_and_no_key(learned: Path) -> No
     assert None not in sessions
     assert len({found[1] for found in sessions if found}) == len(begins)
     assert all(line.endswith("with the key (session key)") for line in begins)
+    first_lines = {path: path.read_text()[:500] for path in (learned / "logs").glob("ray/*/worker-*")}
+    processes = [re.search(r"^:process:(\S+) of run learned$", text, re.M) for text in first_lines.values()]
+    assert {found[1] for found in processes if found} == {"trainer-rank-0", "buffer", "rollout-worker-0"}
+    assert None not in processes
     for path in (learned / "logs").rglob("*"):
         assert not path.is_file() or b"isk-" not in path.read_bytes(), path
 
