@@ -21,6 +21,8 @@ RESERVED_NAMES = frozenset(
         "advantages",
         "current",
         "entropy",
+        "length_slope",
+        "length_weight",
         "old",
         "reference",
         "returns",

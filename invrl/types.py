@@ -541,6 +541,8 @@ class TrainedCounts:
     """By rollout id. A rollout may have several rows, also on several ranks."""
     tokens_of_group: Mapping[str, int]
     """By group id."""
+    group_of_rollout: Mapping[str, str]
+    """Rollout id -> group id."""
     rows: int
     solved_tokens: int = 0
     """Of rows whose number `solved` is 1."""
@@ -561,6 +563,7 @@ class TrainedCounts:
     def of(samples: Iterable[TrainSample]) -> "TrainedCounts":
         tokens_of_rollout: dict[str, int] = {}
         tokens_of_group: dict[str, int] = {}
+        group_of_rollout: dict[str, str] = {}
         rows = 0
         solved_tokens = 0
         for sample in samples:
@@ -571,9 +574,11 @@ class TrainedCounts:
             solved_tokens += num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
             tokens_of_rollout[sample.rollout_id] = tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
             tokens_of_group[sample.group_id] = tokens_of_group.get(sample.group_id, 0) + num_trained
+            group_of_rollout[sample.rollout_id] = sample.group_id
         return TrainedCounts(
             tokens_of_rollout=tokens_of_rollout,
             tokens_of_group=tokens_of_group,
+            group_of_rollout=group_of_rollout,
             rows=rows,
             solved_tokens=solved_tokens,
         )

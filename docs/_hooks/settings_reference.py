@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 
-from invrl.algorithms.config import PRESETS
+from invrl.algorithms.presets import PRESETS
 from invrl.run.config import SECTIONS
 from invrl.section import Section
 

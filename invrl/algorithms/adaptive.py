@@ -1,9 +1,10 @@
-"""Coefficients of the loss that are adapted after each batch, from what the batch measured.
+"""Coefficients of the loss that are adapted after each batch, from what the batch measured, or learned in
+each step.
 
 A controller is a function of numbers; what it has come to is saved with the trainer's checkpoint.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from invrl.algorithms.config import AlgorithmConfig
 
@@ -60,11 +61,18 @@ class Coefficients:
     entropy_acts: bool
     """Whether the entropy, when it was last measured, was where the coefficient acts: at most the target, or
     outside of the band."""
+    length_lambda: float
+    """The exponent of the weights by length (`length_weights.py`)."""
 
     @staticmethod
     def of(config: AlgorithmConfig) -> "Coefficients":
         """At the start of a run."""
-        return Coefficients(kl=config.kl_coef, entropy=config.entropy_coef, entropy_acts=True)
+        return Coefficients(
+            kl=config.kl_coef,
+            entropy=config.entropy_coef,
+            entropy_acts=True,
+            length_lambda=config.length_lambda,
+        )
 
     def after(self, config: AlgorithmConfig, divergence: float, entropy: float) -> "Coefficients":
         """After a batch with these means over its trained tokens, in nats. `config`: the run's, with its
@@ -76,11 +84,20 @@ class Coefficients:
         ceiling = config.entropy_ceiling
         if ceiling:
             adapted = entropy_coef_of_band(self.entropy, entropy, target, ceiling, config.entropy_coef_step)
-            return Coefficients(kl, adapted, not target <= entropy <= ceiling)
+            return replace(self, kl=kl, entropy=adapted, entropy_acts=not target <= entropy <= ceiling)
         if not target:
-            return Coefficients(kl, self.entropy, self.entropy_acts)
+            return replace(self, kl=kl)
         adapted = adapted_entropy_coef(self.entropy, entropy, target, config.entropy_coef_step)
-        return Coefficients(kl, adapted, entropy <= target)
+        return replace(self, kl=kl, entropy=adapted, entropy_acts=entropy <= target)
+
+    def after_step(self, config: AlgorithmConfig, lambda_gradient: float) -> "Coefficients":
+        """After an optimizer step of the policy, where lambda is learned: a step of plain gradient descent on
+        the loss, lambda <- lambda - length_lambda_lr dL/dlambda.
+
+        lambda-GRPO (arXiv 2510.06870) learns it beside the policy and does not say with which optimizer.
+        `lambda_gradient`: of the whole mini-batch, over all ranks.
+        """
+        return replace(self, length_lambda=self.length_lambda - config.length_lambda_lr * lambda_gradient)
 
     def within(self, config: AlgorithmConfig) -> AlgorithmConfig:
         """The run's settings with these coefficients in the place of those that it began with. With a target

@@ -6,6 +6,7 @@ Imported only where there is such a function: it needs torch.
 import torch
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.length_weights import LENGTH_SLOPE, LENGTH_WEIGHT
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
 from invrl.algorithms.objectives import check_outputs, is_built_in, needs_of, objective_of
 from invrl.algorithms.ratios import RATIOS
@@ -127,7 +128,11 @@ def example_inputs(*, with_top: bool = False) -> LossInputs:
         rollout_N=near(old_N),
         advantages_N=advantages_N,
         reference_N=near(old_N),
-        numbers={SOLVED_NUMBER: solved_R.float()},
+        numbers={
+            SOLVED_NUMBER: solved_R.float(),
+            LENGTH_WEIGHT: torch.ones(num_rows),
+            LENGTH_SLOPE: torch.zeros(num_rows),
+        },
         top=_example_top(num_tokens, generator) if with_top else None,
     )
 

@@ -10,7 +10,7 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
     w_t from old_t / rollout_t      corrections.py
     KL                              kl.py, at most kl_clamp
     H_t                             the entropy of the current distribution
-    a_t                             aggregation.py
+    a_t                             aggregation.py, times length_weights.py where it is set
     A_t                             advantages.py, computed when the batch is taken
 
 With `solved_nll_coef` the likelihood of rollouts that solved their task is added (`_solved_nll`).
@@ -34,20 +34,21 @@ from invrl.algorithms.aggregation import AGGREGATIONS
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.corrections import Correction, correct
 from invrl.algorithms.kl import estimate, k3, to_go
+from invrl.algorithms.length_weights import LAMBDA_GRADIENT, LENGTH_SLOPE, LENGTH_WEIGHT
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
-from invrl.metrics import Metric
+from invrl.metrics import Metric, Sum
 from invrl.types import SOLVED_NUMBER
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss in the module's docstring.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies, and
-    solved_nll_coef > 0 for rows that do not say whether they solved their task; PluginError for a surrogate
-    that cannot be loaded or trained.
+    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies,
+    solved_nll_coef > 0 for rows that do not say whether they solved their task, and length_weighting for rows
+    without their weights; PluginError for a surrogate that cannot be loaded or trained.
     """
     if config.kl_coef and inputs.reference_N is None:
         raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
@@ -71,6 +72,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         losses_N = losses_N - config.entropy_coef * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
+    metrics_of_lengths: dict[str, Metric] = {}
+    if config.length_weighting != "none":
+        weight_R, metrics_of_lengths = _weighted_by_length(weight_R, losses_N, inputs)
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
     metrics_of_solved: dict[str, Metric] = {}
     if config.solved_nll_coef:
@@ -80,7 +84,25 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     with torch.no_grad():
         means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means}
         metrics = _metrics(inputs, old_N, correction, config, means=means, maxima={"ratio_max": ratio_N})
-    return LossOutputs(loss=loss, metrics={**metrics, **metrics_of_solved})
+    return LossOutputs(loss=loss, metrics={**metrics, **metrics_of_lengths, **metrics_of_solved})
+
+
+def _weighted_by_length(
+    weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The aggregation's weights [R] times those of the rollouts' lengths f, and the micro-batch's part of
+
+        dL/dlambda = sum_t a_t l_t df_t/dlambda
+
+    of which nothing but f depends on lambda. All terms of a token's loss are weighted.
+    """
+    if not len(weight_R):
+        return weight_R, {}
+    if LENGTH_WEIGHT not in inputs.numbers:
+        raise ValueError(f"length_weighting is set but rows have no number {LENGTH_WEIGHT!r}")
+    slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
+    gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
+    return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: Sum(float(gradient))}
 
 
 def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Metric]]:

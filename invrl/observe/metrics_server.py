@@ -67,11 +67,11 @@ class _RequestStream(io.RawIOBase):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout: float = _CLIENT_DEADLINE_S
+    timeout = _CLIENT_DEADLINE_S
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_RequestStream(self.connection, self.timeout))
+        self.rfile = io.BufferedReader(_RequestStream(self.connection, _CLIENT_DEADLINE_S))
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
+from invrl.algorithms.length_weights import largest_scale
 from invrl.algorithms.objectives import DISTILLATION, ON_FILES, ON_ROLLOUTS, is_built_in, needs_of
 from invrl.algorithms.surrogates import ON_TOP_TOKENS
 
@@ -28,6 +29,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "kto_undesirable_weight": ("kto",),
     "aggregation": ("sft", *ON_ROLLOUTS),
     "aggregation_constant": ("sft", *ON_ROLLOUTS),
+    "length_weighting": ON_ROLLOUTS,
     "kl_coef": ON_ROLLOUTS,
     "kl_clamp": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
@@ -139,6 +141,28 @@ def _loss(config: Config) -> Contradictions:
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
     yield from _bounds_of_corrections(config)
+
+
+def _length_weights(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    fields = type(algorithm).model_fields
+    if algorithm.length_weighting == "none":
+        for name in ("length_lambda", "length_lambda_lr", "length_lambda_scale"):
+            if getattr(algorithm, name) != fields[name].default:
+                reason = "no rollout is weighted by its length (length_weighting is none)"
+                yield f"algorithm.{name}", reason, "add --length-weighting power, or leave it out"
+        return
+    samples = config.rollout.n_samples_per_prompt
+    if samples == 1:
+        reason = "lengths are compared within a group; with one rollout every weight is 1"
+        yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+        return
+    bound = largest_scale(samples)
+    if algorithm.length_lambda_scale >= bound:
+        reason = (
+            f"in a group of {samples} a rollout may be so short that 1 + r z is not above 0, and has no power"
+        )
+        yield "algorithm.length_lambda_scale", reason, f"set it below {bound:.4g}"
 
 
 def _top_logprobs(config: Config) -> Contradictions:
@@ -360,6 +384,17 @@ def _critic(config: Config) -> Contradictions:
         yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
 
 
-ON_DATA = (_reference, _critic, _loss, _kl, _entropy, _objective, _teacher)
+ON_DATA = (_reference, _critic, _loss, _length_weights, _kl, _entropy, _objective, _teacher)
 """For a run on a file."""
-WITH_ROLLOUTS = (_reference, _advantages, _critic, _loss, _top_logprobs, _kl, _entropy, _objective, _teacher)
+WITH_ROLLOUTS = (
+    _reference,
+    _advantages,
+    _critic,
+    _loss,
+    _length_weights,
+    _top_logprobs,
+    _kl,
+    _entropy,
+    _objective,
+    _teacher,
+)

@@ -5,7 +5,7 @@ Imported after `device.prepare()`.
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -62,6 +62,18 @@ def sums_of_replicas(values: Sequence[float]) -> list[float]:
     summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group())
     return summed.tolist()
+
+
+def sum_in_order(own: float, ranks: Iterable[int]) -> float:
+    """The sum of what these ranks have, in float64 and in this order, so that it is the same number on every
+    rank, to the last bit. All ranks call it together."""
+    value = torch.tensor([own], dtype=torch.float64, device=device.device())
+    values = [torch.zeros_like(value) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(values, value)
+    total = 0.0
+    for rank in ranks:
+        total += float(values[rank])
+    return total
 
 
 def gather_of_replicas(own: Item) -> list[Item]:

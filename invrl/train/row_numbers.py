@@ -1,4 +1,5 @@
-"""Numbers of the rows of a mini-batch: their own, and those that an objective gives a row because of others.
+"""Numbers of the rows of a mini-batch: their own, those that an objective gives a row because of others, and
+the weights of rollouts by their lengths.
 
 Imported after `device.prepare()`.
 """
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.algorithms.length_weights import length_numbers
 from invrl.algorithms.objectives import coupling_of
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
@@ -36,6 +38,18 @@ def coupled_numbers(
         of_row = {key: float(values_M[place]) for key, values_M in coupled.items()}
         numbers[index] = {**numbers[index], **of_row}
     return numbers
+
+
+def weighted_by_length(
+    mini_batch: TrainBatch, numbers: Sequence[Mapping[str, float]], *, exponent: float, scale: float
+) -> list[Mapping[str, float]]:
+    """The numbers of each sample, with those of its rollout's length (`length_weights.py`) where it has a
+    trained token. The same on every rank: lengths are those of the whole mini-batch."""
+    of_rollout = length_numbers(mini_batch.trained, exponent=exponent, scale=scale)
+    return [
+        {**of_row, **of_rollout.get(sample.rollout_id, {})}
+        for sample, of_row in zip(mini_batch.samples, numbers, strict=True)
+    ]
 
 
 def _check_names(name: str, coupled: Mapping[str, object], given: Mapping[str, float]) -> None:

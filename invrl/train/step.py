@@ -26,10 +26,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from invrl.algorithms.adaptive import Coefficients
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.length_weights import LAMBDA_GRADIENT
 from invrl.algorithms.objectives import needs_of, objective_of
 from invrl.errors import TrainError
 from invrl.interfaces import Objective, StepResult, TokenRecord
-from invrl.metrics import Max, Mean, Metric, merge, timed
+from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.credit_from_values import credit
@@ -45,11 +46,11 @@ from invrl.train.optimizer import apply_gradients, forget_moments
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.passes import Passes
 from invrl.train.prepared import Judged, Prepared
-from invrl.train.process_group import any_rank, means_of_ranks
+from invrl.train.process_group import any_rank, means_of_ranks, sum_in_order
 from invrl.train.reference import FrozenReference
 from invrl.train.rollout_kl import with_rollout_kl
 from invrl.train.routing_replay import RoutingRecorder
-from invrl.train.row_numbers import coupled_numbers
+from invrl.train.row_numbers import coupled_numbers, weighted_by_length
 from invrl.train.schedule import Packed, SampleNumbers, micro_batches_of
 from invrl.train.sharding import Shard
 from invrl.train.token_records import records_of_mini_batch
@@ -215,6 +216,7 @@ class TrainStep:
             else:
                 skipped_steps += 1
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
+            step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
         metrics |= self._adapt(metrics)
@@ -301,6 +303,22 @@ class TrainStep:
             self.coefficients = before.after(algorithm, divergence, entropy)
         return acted
 
+    def _learn_lambda(
+        self, loss_metrics: Sequence[Mapping[str, Metric]], *, makes_step: bool
+    ) -> dict[str, Mean]:
+        """Where rollouts are weighted by their lengths: the exponent that acted in the mini-batch. Where it
+        is learned it then makes its step, on all ranks together."""
+        algorithm = self.algorithm
+        if algorithm.length_weighting == "none":
+            return {}
+        acted = {"length_lambda": Mean(self.coefficients.length_lambda)}
+        if makes_step and algorithm.length_lambda_lr:
+            own = merge(loss_metrics).get(LAMBDA_GRADIENT, Sum(0.0)).value()
+            reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
+            gradient = sum_in_order(own, reporters)
+            self.coefficients = self.coefficients.after_step(algorithm, gradient)
+        return acted
+
     def _move_reference(self, shard: Shard) -> None:
         """Lets the reference follow the policy, where the settings say so. A version is a batch, and the
         batch's own is that of the weights before it."""
@@ -369,13 +387,24 @@ class TrainStep:
         reference: SampleNumbers | None,
         seconds: dict[str, float],
     ) -> list[Mapping[str, float]]:
-        """The numbers of each sample: its own, and those that the objective gives a row because of other
-        rows."""
-        if not needs_of(self.algorithm).row_table:
-            return [sample.numbers for sample in mini_batch.samples]
-        with device.timed(seconds, "row_table"):
-            [current] = self.passes.forward([packed])
-            return coupled_numbers(self.algorithm.objective, self._objective, mini_batch, current, reference)
+        """The numbers of each sample: its own, those that the objective gives a row because of other rows,
+        and those of its rollout's length."""
+        algorithm = self.algorithm
+        numbers = [sample.numbers for sample in mini_batch.samples]
+        if needs_of(algorithm).row_table:
+            with device.timed(seconds, "row_table"):
+                [current] = self.passes.forward([packed])
+                numbers = coupled_numbers(
+                    algorithm.objective, self._objective, mini_batch, current, reference
+                )
+        if algorithm.length_weighting == "none":
+            return numbers
+        return weighted_by_length(
+            mini_batch,
+            numbers,
+            exponent=self.coefficients.length_lambda,
+            scale=algorithm.length_lambda_scale,
+        )
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
         if self.routing is None:

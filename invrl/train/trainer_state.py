@@ -5,7 +5,7 @@ What a run's whole checkpoint consists of is in `run/checkpoints.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from invrl.algorithms.adaptive import Coefficients
 from invrl.errors import TrainError
 from invrl.train.critic_state import CriticState, critic_folder
 from invrl.train.model import PolicyModel
@@ -62,7 +61,8 @@ class TrainerState(SavedState):
         state: Any = dist_checkpointing.load(sharded, path)
         self._policy.load(state)
         if "coefficients" in state:
-            self._step.coefficients = Coefficients(**state["coefficients"])
+            # A checkpoint of an earlier version lacks some: they stay what the settings say.
+            self._step.coefficients = replace(self._step.coefficients, **state["coefficients"])
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])

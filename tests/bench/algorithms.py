@@ -39,6 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         *("--critic-lr", "1e-4", "--critic-warmup-steps", "2", "--num-steps", "16"),
     ),
     "decoupled_ppo": ("--algorithm-preset", "decoupled_ppo", "--max-staleness", "2"),
+    "lambda_grpo": ("--algorithm-preset", "lambda_grpo"),
     "distillation": ("--objective", "distillation"),
 }
 """Flags of each, after those that all runs share. The teacher of distillation is the model that the run of

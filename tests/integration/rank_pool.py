@@ -463,6 +463,9 @@ class RankProcess:
         steps, self._steps[:] = list(self._steps), []
         return steps
 
+    def length_lambda(self, _: None) -> float:
+        return self._rank._step.coefficients.length_lambda
+
     def critic_steps(self, _: None) -> list[Step]:
         steps, self._critic_steps[:] = list(self._critic_steps), []
         return steps

@@ -47,6 +47,18 @@ def test_coefficients_without_a_target_stay() -> None:
     assert after.within(config) == config
 
 
+def test_lambda_descends_its_gradient_and_nothing_else_moves_it() -> None:
+    config = AlgorithmConfig(
+        length_weighting="power", length_lambda=0.5, length_lambda_lr=0.1, entropy_target=0.2, kl_target=0.1
+    )
+    start = Coefficients.of(config)
+    stepped = start.after_step(config, 2.0)
+    assert stepped.length_lambda == pytest.approx(0.3)
+    assert start.after(config, 1.0, 0.1).length_lambda == 0.5
+    fixed = config.model_copy(update={"length_lambda_lr": 0.0})
+    assert start.after_step(fixed, 2.0) == start
+
+
 def test_the_bonus_is_off_while_the_entropy_is_above_its_target() -> None:
     config = AlgorithmConfig(entropy_coef=0.1, entropy_target=0.2)
     low = Coefficients.of(config).after(config, 0.0, 0.1)

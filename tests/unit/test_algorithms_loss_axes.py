@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
 from invrl.algorithms.losses import policy_loss
 from invrl.metrics import merge, resolve
@@ -158,13 +159,40 @@ def aggregation_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
     in_rollout = sum(tokens[id(other)] for other in rows if other.rollout == row.rollout)
     in_group = sum(tokens[id(other)] for other in rows if other.group == row.group)
     rollouts = len({other.rollout for other in rows})
-    return {
+    weight = {
         "token_mean": 1 / sum(tokens.values()),
         "sequence_mean": 1 / (len(rows) * len(row.current)),
         "rollout_mean": 1 / (rollouts * in_rollout),
         "group_mean": 1 / (len({other.group for other in rows}) * in_group),
         "constant": 1 / (rollouts * (c.aggregation_constant or 1)),
     }[c.aggregation]
+    if c.length_weighting == "power":
+        weight *= length_weight(row, rows, c)
+    return weight
+
+
+def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
+    """Tokens of each rollout."""
+    lengths: dict[int, int] = {}
+    for row in rows:
+        if row.group == group:
+            lengths[row.rollout] = lengths.get(row.rollout, 0) + len(row.current)
+    return lengths
+
+
+def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
+    lengths = lengths_of_group(row.group, rows)
+    size = len(lengths)
+    mean = sum(lengths.values()) / size
+    squares = sum((length - mean) ** 2 for length in lengths.values())
+    deviation = math.sqrt(squares / (size - 1)) if size > 1 else 0.0
+    exponentials = {
+        rollout: math.exp(
+            (1 + c.length_lambda_scale * (length - mean) / (deviation + 1e-8)) ** c.length_lambda
+        )
+        for rollout, length in lengths.items()
+    }
+    return size * exponentials[row.rollout] / sum(exponentials.values())
 
 
 def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfig) -> float:
@@ -219,11 +247,16 @@ def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
 # ------------------------------------------------------------------ what is tested
 
 
-def inputs_of(rows: list[Row], all_rows: list[Row], dtype: torch.dtype = torch.float64) -> LossInputs:
+def inputs_of(
+    rows: list[Row], all_rows: list[Row], config: AlgorithmConfig, dtype: torch.dtype = torch.float64
+) -> LossInputs:
     """One micro-batch of these rows, of a mini-batch of all rows."""
 
     def column(name: str) -> torch.Tensor:
         values = [value for row in rows for value in getattr(row, name)]
+        return torch.tensor(values, dtype=dtype)
+
+    def of_rows(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
     def tokens(members: list[Row]) -> float:
@@ -255,15 +288,29 @@ def inputs_of(rows: list[Row], all_rows: list[Row], dtype: torch.dtype = torch.f
         advantages_N=column("advantages"),
         reference_N=column("reference"),
         columns={"staleness": column("staleness")},
-        numbers={"solved": torch.tensor([float(is_solved(row)) for row in rows], dtype=dtype)},
+        numbers={
+            "solved": torch.tensor([float(is_solved(row)) for row in rows], dtype=dtype),
+            "length_weight": of_rows([length_numbers_of(row, all_rows, config)[0] for row in rows]),
+            "length_slope": of_rows([length_numbers_of(row, all_rows, config)[1] for row in rows]),
+        },
     )
+
+
+def length_numbers_of(row: Row, rows: list[Row], config: AlgorithmConfig) -> tuple[float, float]:
+    """The weight of the row's rollout, and its slope."""
+    lengths = lengths_of_group(row.group, rows)
+    weights_G, slopes_G = weights_of_group(
+        np.array(list(lengths.values()), np.float64), config.length_lambda, config.length_lambda_scale
+    )
+    place = list(lengths).index(row.rollout)
+    return float(weights_G[place]), float(slopes_G[place])
 
 
 def run(
     rows: list[Row], all_rows: list[Row], config: AlgorithmConfig, dtype: torch.dtype = torch.float64
 ) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
     """Outputs, and the gradients of current log-probs and entropies."""
-    inputs = inputs_of(rows, all_rows, dtype)
+    inputs = inputs_of(rows, all_rows, config, dtype)
     outputs = policy_loss(inputs, config)
     outputs.loss.backward()
     assert inputs.current_N.grad is not None
@@ -296,6 +343,9 @@ configs = st.builds(
     rejection_high=st.sampled_from([0.0, 1.4]),
     aggregation=st.sampled_from(["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]),
     aggregation_constant=st.just(7.0),
+    length_weighting=st.sampled_from(["none", "power"]),
+    length_lambda=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
+    length_lambda_scale=st.sampled_from([1 / 9, 0.6]),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
     kl_in=st.sampled_from(["loss", "reward"]),
@@ -327,6 +377,24 @@ def test_loss_and_gradient_equal_float64_loops(
             weight = -config.entropy_coef * aggregation_weight(row, rows, config)
             assert of_entropy_N[at].item() == pytest.approx(weight, rel=1e-9)
             at += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+def test_the_gradient_of_lambda_equals_finite_differences(
+    lengths: list[int], seed: int, config: AlgorithmConfig
+) -> None:
+    rows = random_rows(lengths, seed)
+    config = config.model_copy(update={"length_weighting": "power"})
+
+    def at(step: float) -> float:
+        moved = config.model_copy(update={"length_lambda": config.length_lambda + step})
+        return reference_loss(rows, [row.current for row in rows], moved)
+
+    outputs, _, _ = run(rows, rows, config)
+    difference = (at(1e-5) - at(-1e-5)) / 2e-5
+    gradient = resolve(outputs.metrics)[LAMBDA_GRADIENT]
+    assert gradient == pytest.approx(difference, rel=1e-6, abs=1e-8)
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import one_row, tokens_alone
 
-from invrl.algorithms.config import PRESETS, AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.presets import PRESETS
 from invrl.metrics import merge, resolve
 
 TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20

@@ -13,7 +13,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 from checks_by_name import USER_CODE, run_check
 
-from invrl.algorithms.config import PRESETS, AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.presets import PRESETS
 from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.engines.sglang_client import EngineLimits

@@ -10,9 +10,10 @@ import pytest
 import torch
 from checks_by_name import run_check
 
-from invrl.algorithms.config import PRESETS, AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.example import example_inputs
 from invrl.algorithms.losses import policy_loss
+from invrl.algorithms.presets import PRESETS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
@@ -42,6 +43,39 @@ def from_flags(*flags: str) -> Config:
         ("--policy-loss vespo", "correction", "count twice", "--correction none"),
         ("--correction-floor 3", "correction_floor", "above correction_cap = 2", "--correction-cap"),
         ("--rejection token", "rejection", "neither bound", "--rejection-high"),
+        ("--length-lambda 1", "length_lambda", "no rollout is weighted", "--length-weighting power"),
+        ("--length-lambda-lr 1", "length_lambda_lr", "no rollout is weighted", "--length-weighting power"),
+        (
+            "--length-lambda-scale 1",
+            "length_lambda_scale",
+            "no rollout is weighted",
+            "--length-weighting power",
+        ),
+        (
+            "--length-weighting power --n-samples-per-prompt 1 --advantage raw --group-filter none",
+            "n_samples_per_prompt",
+            "every weight is 1",
+            "2 or more",
+        ),
+        (
+            "--algorithm-preset lambda_grpo --n-samples-per-prompt 128",
+            "length_lambda_scale",
+            "so short that 1 + r z is not above 0",
+            "below 0.08908",
+        ),
+        (
+            "--objective sft --data-path rows.jsonl --length-weighting power",
+            "length_weighting",
+            "the objective sft does not read it",
+            "leave it out",
+        ),
+        (
+            "--objective sft --data-path rows.jsonl --length-lambda 1",
+            "length_lambda",
+            "no rollout is weighted",
+            "leave it out",
+        ),
+        ("--length-lambda 101 --length-weighting power", "length_lambda", "100", ""),
         ("--rejection-high 2", "rejection_high", "nothing is rejected", "--rejection token"),
         ("--rejection token --rejection-high 1", "rejection_high", "a ratio of 1", "above 1"),
         ("--rejection token --rejection-low 1", "rejection_low", "a ratio of 1", "below 1"),
@@ -108,6 +142,10 @@ def test_axes_that_contradict(flags: str, field: str, reason: str, fix: str) -> 
         "--policy-loss vespo --correction none",
         "--kl-coef 0.1 --kl-estimator k1 --kl-in reward",
         "--kl-estimator k1",
+        "--algorithm-preset lambda_grpo --n-samples-per-prompt 82",
+        "--length-weighting power --length-lambda -2 --aggregation rollout_mean",
+        "--objective distillation --length-weighting power --length-lambda 1 --teacher-model-path x "
+        "--group-filter none",
         "--entropy-ceiling 0.2",
         "--entropy-target 0.1 --entropy-ceiling 0.2 --entropy-coef-step 0.1",
         "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo",
@@ -127,6 +165,8 @@ def test_axes_that_go_together(flags: str) -> None:
         ([*ENGINE, "--rejection", "token", "--rejection-high", "2"], ["the truncated", "the token"]),
         (["--kl-in", "reward", "--policy-loss", "sapo"], ["kl_in has"]),
         (["--old-logprobs", "interpolated"], []),
+        (["--length-weighting", "power", "--policy-loss", "sapo"], ["the length"]),
+        (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
     ],
 )
 def test_what_cannot_act_is_said(flags: list[str], words: list[str]) -> None:

@@ -181,7 +181,7 @@ def test_an_engine_that_is_gone_or_speaks_no_http_is_named() -> None:
 
 
 def test_a_client_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
+    monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 0.2)
     with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=10) as client:
         assert client.recv(1) == b"", "closed by the server"
         assert get(server)[0] == 200
@@ -192,7 +192,7 @@ def test_a_client_that_drips_its_request_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, request_so_far: bytes
 ) -> None:
     """A byte now and then keeps each wait of a socket short."""
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 0.5)
     with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=0.05) as client:
         client.sendall(request_so_far)
         ends_at = time.monotonic() + 10
@@ -211,7 +211,7 @@ def test_a_client_that_drips_its_request_is_disconnected(
 
 def test_clients_that_say_nothing_keep_no_thread_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 20)
+    monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 20)
     with serving() as server, contextlib.ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection((LOOPBACK, server.port), timeout=10))

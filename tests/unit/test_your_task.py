@@ -13,7 +13,7 @@ import pytest
 from checks_by_name import USER_CODE, run_check
 from tiny_model import make_tiny_model
 
-from invrl.algorithms.config import PRESETS
+from invrl.algorithms.presets import PRESETS
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.interfaces import RolloutResult
