@@ -141,17 +141,21 @@ class AlgorithmConfig(Section):
     )
     policy_loss: str = Field(
         "clip",
-        description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'dppo_tv', 'dppo_kl', "
-        "'vespo', 'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', 'dppo_kl_topk', "
-        "'simko'; or module:name of a PolicyLoss",
+        description="surrogate: 'clip' (PPO), 'cispo', 'sapo', 'rejection_gate', 'gmpo', 'dppo_tv', "
+        "'dppo_kl', 'vespo', 'policy_gradient' (no ratio); with --rollout-top-logprobs 'dppo_tv_topk', "
+        "'dppo_kl_topk', 'simko'; or module:name of a PolicyLoss",
     )
     ratio_level: Literal["token", "sequence", "sequence_token"] = Field(
         "token",
         description="level at which current/old ratios are taken: the token; the row, as the mean of its "
         "log-ratios (GSPO); the same with a gradient per token (GSPO-token)",
     )
-    eps_clip_low: PositiveFloat = Field(0.2, description="lower clip bound: ratio >= 1 - this (clip, cispo)")
-    eps_clip_high: PositiveFloat = Field(0.2, description="upper clip bound: ratio <= 1 + this (clip, cispo)")
+    eps_clip_low: PositiveFloat = Field(
+        0.2, description="lower clip bound: ratio >= 1 - this (clip, cispo), or e^-this (gmpo)"
+    )
+    eps_clip_high: PositiveFloat = Field(
+        0.2, description="upper clip bound: ratio <= 1 + this (clip, cispo), or e^this (gmpo)"
+    )
     dual_clip: NonNegativeFloat = Field(
         3.0, description="bound of the ratio where the advantage is negative (clip): above 1, or 0 for none"
     )
@@ -201,6 +205,13 @@ class AlgorithmConfig(Section):
     )
     rejection_low: NonNegativeFloat = Field(0.0, description="lowest ratio that is kept; 0: no bound")
     rejection_high: NonNegativeFloat = Field(0.0, description="highest ratio that is kept; 0: no bound")
+    router_shift_floor: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="smallest factor of a token's current/old ratio for experts whose routers have moved "
+        "since the old policy (RSPO: 0.8); 0: no such factor",
+    )
     aggregation: Literal["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"] = Field(
         "token_mean",
         description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
@@ -337,7 +348,7 @@ class AlgorithmConfig(Section):
         sentences: list[str] = []
         if self.objective not in ("rl", "distillation"):
             return sentences
-        if self.current_is_old and self.policy_loss in ("clip", "cispo"):
+        if self.current_is_old and self.policy_loss in ("clip", "cispo", "gmpo"):
             settings = "eps_clip_low, eps_clip_high"
             if self.policy_loss == "clip":
                 settings += ", dual_clip"

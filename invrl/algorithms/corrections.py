@@ -21,9 +21,7 @@ A rejected token has weight 0 and stays in the denominators, as in TRL, AReaL an
 them where old log-probs are recomputed. The KL term and the entropy bonus of a rejected token stay. A weight
 is never divided by the mean weight of the batch.
 
-RSPO's router-shift weight (arXiv 2510.23027) is not here. It needs the probabilities that the router gave
-the chosen experts under the old policy, and those that it gives the same experts now, per token and layer.
-The trainer could compute both where it recomputes the old policy, but the loss sees no router yet.
+RSPO's weight for routers that have moved is of the ratio current/old, so it is not here (`router_shift.py`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def try_objective(config: AlgorithmConfig) -> None:
     name = config.objective
     if is_built_in(name) or needs_of(config).row_table:
         return
-    inputs = example_inputs(with_top=needs_of(config).top_logprobs)
+    needs = needs_of(config)
+    inputs = example_inputs(with_top=needs.top_logprobs, with_router_shift=needs.router_shift)
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
@@ -97,7 +98,7 @@ def try_objective(config: AlgorithmConfig) -> None:
             raise PluginError("objective", name, reason, fix)
 
 
-def example_inputs(*, with_top: bool = False) -> LossInputs:
+def example_inputs(*, with_top: bool = False, with_router_shift: bool = False) -> LossInputs:
     """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative advantages, and one of 0.
     `with_top`: the likeliest tokens in the place of each, too."""
     generator = torch.Generator().manual_seed(0)
@@ -134,6 +135,7 @@ def example_inputs(*, with_top: bool = False) -> LossInputs:
             LENGTH_SLOPE: torch.zeros(num_rows),
         },
         top=_example_top(num_tokens, generator) if with_top else None,
+        router_shift_N=torch.rand(num_tokens, generator=generator) if with_router_shift else None,
     )
 
 

@@ -122,6 +122,9 @@ class LossInputs:
     """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
     top: TopTokens | None = None
     """None: the objective does not need them."""
+    router_shift_N: Tensor | None = None
+    """How far the routers have moved from the old policy where each token is predicted (`router_shift.py`),
+    >= 0, without gradient. None: old is the current policy, or the objective does not need it."""
 
     def __post_init__(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {"row_N": tuple(self.rows.row_N.shape)}

@@ -5,7 +5,7 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
 
     loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * KL(current_t, reference_t) - entropy_coef * H_t ]
 
-    r_t = current_t / old_t         ratios.py, old_policy.py
+    r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
     surrogate                       surrogates.py
     w_t from old_t / rollout_t      corrections.py
     KL                              kl.py, at most kl_clamp
@@ -38,6 +38,7 @@ from invrl.algorithms.length_weights import LAMBDA_GRADIENT, LENGTH_SLOPE, LENGT
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
+from invrl.algorithms.router_shift import log_weights, router_means
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
 from invrl.metrics import Metric, Sum
 from invrl.types import SOLVED_NUMBER
@@ -47,8 +48,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss in the module's docstring.
 
     Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies,
-    solved_nll_coef > 0 for rows that do not say whether they solved their task, and length_weighting for rows
-    without their weights; PluginError for a surrogate that cannot be loaded or trained.
+    router_shift_floor > 0 without the routers' shift, solved_nll_coef > 0 for rows that do not say whether
+    they solved their task, and length_weighting for rows without their weights; PluginError for a surrogate
+    that cannot be loaded or trained.
     """
     if config.kl_coef and inputs.reference_N is None:
         raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
@@ -59,7 +61,13 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     if config.kl_coef and config.kl_in == "reward" and not config.kl_in_token_rewards:
         advantages_N = _with_kl_penalty(inputs, old_N, config)
 
-    ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N, inputs.rows)
+    weighted_N = inputs.current_N
+    means_of_routers: dict[str, Tensor] = {}
+    if config.router_shift_floor:
+        log_weight_N = log_weights(inputs, config.router_shift_floor)
+        weighted_N = weighted_N + log_weight_N
+        means_of_routers = router_means(log_weight_N, inputs, config.router_shift_floor)
+    ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.rows)
     surrogate = surrogate_function(config.policy_loss)
     surrogate_losses = surrogate(
         SurrogateInputs(ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config)
@@ -82,7 +90,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         loss = loss + config.solved_nll_coef * nll
 
     with torch.no_grad():
-        means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means}
+        means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means, **means_of_routers}
         metrics = _metrics(inputs, old_N, correction, config, means=means, maxima={"ratio_max": ratio_N})
     return LossOutputs(loss=loss, metrics={**metrics, **metrics_of_lengths, **metrics_of_solved})
 

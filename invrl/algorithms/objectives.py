@@ -59,8 +59,14 @@ class Needs:
     top_logprobs: bool = False
     """Log-probs of the likeliest tokens beside each trained one, which the run records
     (`--rollout-top-logprobs`): `LossInputs.top`."""
+    router_shift: bool = False
+    """How far the routers of experts have moved from the old policy (`router_shift.py`):
+    `LossInputs.router_shift_N`. It needs `old`, a model with experts and one pipeline stage."""
     mismatched_rows: bool = False
     """Beside each row one with its prompt and another row's answer (`mismatched_rows.py`)."""
+
+
+NO_NEEDS = Needs()
 
 
 def is_built_in(name: str) -> bool:
@@ -77,6 +83,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
                 reference=config.kl_coef > 0,
                 values=config.has_critic,
                 top_logprobs=config.policy_loss in ON_TOP_TOKENS,
+                router_shift=config.router_shift_floor > 0,
             )
         case "distillation":
             return Needs(
@@ -84,6 +91,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
                 reference=config.kl_coef > 0,
                 teacher=True,
                 top_logprobs=config.policy_loss in ON_TOP_TOKENS,
+                router_shift=config.router_shift_floor > 0,
             )
         case "sft":
             return Needs()
@@ -149,6 +157,9 @@ def _declared_needs(name: str, objective: Objective) -> Needs:
     if not isinstance(needs, Needs):
         reason = f"its attribute `needs` is {needs!r}"
         raise PluginError("objective", name, reason, "write it as Needs(old=..., reference=...)")
+    if needs.router_shift and not needs.old:
+        reason = "its needs name the router shift, which is measured from the old policy, and not `old`"
+        raise PluginError("objective", name, reason, "declare Needs(router_shift=True, old=True, ...)")
     if needs.row_table:
         coupling_of(name, objective)
     return needs

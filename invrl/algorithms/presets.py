@@ -203,6 +203,20 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "length_lambda_scale": 1 / 9,
         "kl_coef": 0.0,
     },
+    # arXiv 2510.23027v2: GMPO with the weight of routers that have moved. The floor is the paper's, the clip
+    # GMPO's (arXiv 2507.20673). The number of updates and the absence of a KL term are ours: the paper's text
+    # could not be read whole.
+    "rspo": {
+        "advantage": "grpo",
+        "policy_loss": "gmpo",
+        "eps_clip_low": 0.4,
+        "eps_clip_high": 0.4,
+        "router_shift_floor": 0.8,
+        "correction": "geometric_truncated",
+        "aggregation": "sequence_mean",
+        "kl_coef": 0.0,
+        "num_minibatches": 4,
+    },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
         "advantage": "dr_grpo",
@@ -242,4 +256,5 @@ PresetName = Literal[
     "vespo",
     "prorl",
     "lambda_grpo",
+    "rspo",
 ]

@@ -187,6 +187,33 @@ def rejection_gate(of: SurrogateInputs) -> TokenLosses:
     return TokenLosses(losses_N=-gate_N * of.advantages_N, means={"rejection_gate_mean": gate_N})
 
 
+def gmpo(of: SurrogateInputs) -> TokenLosses:
+    """GMPO's geometric mean of clipped ratios (arXiv 2507.20673): [N] -> [N].
+
+        L = -A exp( mean over the row of c_t ),    c_t = min(log r_t, eps_clip_high) where A_t > 0,
+                                                         max(log r_t, -eps_clip_low) where A_t < 0
+
+    All tokens of a row have the same ratio, and each is clipped by itself before the mean: the paper's bounds
+    e^-0.4 and e^0.4 are 0.4. A token whose advantage is 0 has c_t = 0. With the aggregation `sequence_mean`
+    the loss is verl's `geo_mean`, where the formula was read.
+    """
+    log_ratio_N = of.ratio_N.log()
+    low_N = (log_ratio_N < -of.config.eps_clip_low) & (of.advantages_N < 0)
+    high_N = (log_ratio_N > of.config.eps_clip_high) & (of.advantages_N > 0)
+    clipped_N = log_ratio_N.masked_fill(low_N, -of.config.eps_clip_low)
+    clipped_N = clipped_N.masked_fill(high_N, of.config.eps_clip_high)
+    clipped_N = clipped_N.masked_fill(of.advantages_N == 0, 0.0)
+    rows = of.inputs.rows
+    ratio_N = rows.spread(rows.mean(clipped_N).exp())
+    means = {
+        "clip_fraction": low_N | high_N,
+        "clip_fraction_low": low_N,
+        "clip_fraction_high": high_N,
+        "row_ratio_mean": ratio_N,
+    }
+    return TokenLosses(losses_N=-ratio_N * of.advantages_N, means=means)
+
+
 def policy_gradient(of: SurrogateInputs) -> TokenLosses:
     """The plain policy gradient (REINFORCE, Williams 1992): [N] -> [N].
 
@@ -385,6 +412,7 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": cispo,
     "sapo": sapo,
     "rejection_gate": rejection_gate,
+    "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dppo_tv_topk": dppo_tv_topk,

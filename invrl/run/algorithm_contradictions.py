@@ -45,6 +45,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "entropy_target": ON_ROLLOUTS,
     "entropy_ceiling": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
+    "router_shift_floor": ON_ROLLOUTS,
     "advantage": ("rl",),
     "advantage_eps": ("rl",),
     "reward_deviation": ("rl",),
@@ -128,9 +129,14 @@ def _loss(config: Config) -> Contradictions:
             yield "algorithm.ratio_level", reason, "leave --ratio-level out"
         if surrogate in ("vespo", "policy_gradient"):
             yield "algorithm.ratio_level", f"{surrogate} has no ratio", "leave --ratio-level out"
+        if surrogate == "gmpo":
+            reason = "gmpo clips the ratios of single tokens before it takes their mean"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+    if algorithm.ratio_level != "token" or surrogate == "gmpo":
+        level = "gmpo" if surrogate == "gmpo" else algorithm.ratio_level
         reason = (
-            f"a {algorithm.ratio_level} ratio is one number for all tokens of a row, and this would give "
-            "each of them a factor of its own"
+            f"a {level} ratio is one number for all tokens of a row, and this would give each of them a "
+            "factor of its own"
         )
         if algorithm.correction == "truncated":
             fix = "set --correction geometric_truncated, sequence_truncated or none"
@@ -141,6 +147,27 @@ def _loss(config: Config) -> Contradictions:
         reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
         yield "algorithm.correction", reason, "set --correction none"
     yield from _bounds_of_corrections(config)
+    yield from _router_shift(config)
+
+
+def _router_shift(config: Config) -> Contradictions:
+    """What of RSPO's weight contradicts other settings. The model and its layout are checked with it
+    (`TrainConfig.check_model`)."""
+    algorithm = config.algorithm
+    field = "algorithm.router_shift_floor"
+    if not algorithm.router_shift_floor or algorithm.objective not in ON_ROLLOUTS:
+        return
+    if algorithm.old_logprobs != "recompute":
+        reason = (
+            f"with --old-logprobs {algorithm.old_logprobs} no pass says what the routers were like under the "
+            "old policy"
+        )
+        yield field, reason, "use --old-logprobs recompute, or leave it out"
+    elif algorithm.current_is_old:
+        reason = "a batch has one optimizer step, in which the current policy is the old one: no router moves"
+        yield field, reason, "set --num-minibatches to 2 or more, or leave it out"
+    if algorithm.policy_loss in ("vespo", "policy_gradient"):
+        yield field, f"{algorithm.policy_loss} has no ratio that it could weigh", "leave it out"
 
 
 def _length_weights(config: Config) -> Contradictions:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from invrl.algorithms.objectives import NO_NEEDS, Needs
 from invrl.errors import ConfigError
 from invrl.section import Section
 from invrl.train.parallel.layout import ParallelLayout
@@ -152,8 +153,9 @@ class TrainConfig(Section):
         """Whether engines report which experts computed the tokens that they sampled."""
         return self.routing_replay == "engine"
 
-    def check_model(self, model: HuggingFaceConfig) -> None:
-        """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""
+    def check_model(self, model: HuggingFaceConfig, needs: Needs = NO_NEEDS) -> None:
+        """Raises ConfigError where these settings do not fit the model: its layers, heads or experts.
+        `needs`: of the objective, where there is one."""
         self.layout.check(model)
         if self.critic_layout is not None:
             self.critic_layout.check(model)
@@ -165,6 +167,25 @@ class TrainConfig(Section):
                 "leave --routing-replay out",
             )
         self._check_bias_rate(model)
+        if needs.router_shift:
+            self._check_router_shift(model)
+
+    def _check_router_shift(self, model: HuggingFaceConfig) -> None:
+        if model.experts is None:
+            raise ConfigError(
+                "algorithm.router_shift_floor",
+                model.model_type,
+                f"a {model.model_type} model has no experts, so it has no routers that could move",
+                "leave --router-shift-floor out, and the need of an objective of your own",
+            )
+        if self.pipeline_model_parallel_size > 1:
+            raise ConfigError(
+                "train.pipeline_model_parallel_size",
+                self.pipeline_model_parallel_size,
+                "the router shift is a mean over all layers, and the last stage, which has the loss, does "
+                "not know the routers of the others",
+                "use one pipeline stage: --expert-model-parallel-size divides the experts",
+            )
 
     def _check_bias_rate(self, model: HuggingFaceConfig) -> None:
         rate = self.moe_router_bias_update_rate

@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from invrl.train import device
+from invrl.train.routing_replay import LayerRouting
 
 
 class ExpertRouter(TopKRouter):
@@ -41,6 +42,8 @@ class ExpertRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits` [P, 1, experts]. Returns the chosen experts' weights and which they are, [P, experts]."""
         weights_PE, chosen_PE = super().routing(logits, padding_mask)
+        if isinstance(self.router_replay, LayerRouting):
+            self.router_replay.note(logits.detach().flatten(0, 1), self.score_function)
         if self._rows_P is not None:
             with torch.no_grad():
                 self._count(logits.flatten(0, 1), chosen_PE, self._rows_P.double())

@@ -32,12 +32,16 @@ class LossWork:
 
     micro_batch: MicroBatch
     loss_inputs: "partial[LossInputs]"
-    """Lacks `current_N`, `entropy_N` and `top`."""
+    """Lacks `current_N`, `entropy_N`, `top` and `router_shift_N`."""
     top: "partial[TopTokens] | None"
     """Lacks `current_NK`. None: the objective does not need them."""
 
     def inputs(
-        self, current_N: torch.Tensor, entropy_N: torch.Tensor, current_NK: torch.Tensor | None = None
+        self,
+        current_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        current_NK: torch.Tensor | None,
+        router_shift_N: torch.Tensor | None,
     ) -> LossInputs:
         """The model's outputs; `current_NK` None: the micro-batch has no candidates."""
         top = None
@@ -45,7 +49,9 @@ class LossWork:
             if current_NK is None:
                 current_NK = self.top.keywords["rollout_NK"]  # minus infinity, as under any policy
             top = self.top(current_NK=current_NK)
-        return self.loss_inputs(current_N=current_N, entropy_N=entropy_N, top=top)
+        return self.loss_inputs(
+            current_N=current_N, entropy_N=entropy_N, top=top, router_shift_N=router_shift_N
+        )
 
 
 def loss_work(

@@ -75,6 +75,8 @@ class MemoryBudget:
     """It is kept in float32."""
     has_critic: bool
     """A second model of the same shape is trained, without a projection to the vocabulary."""
+    compares_routers: bool
+    """With those of the old policy."""
     served_dtype: str
     file_item: int
     """Bytes of a number in the folder's files."""
@@ -92,6 +94,7 @@ class MemoryBudget:
         reference_moves: bool = False,
         reference_is_averaged: bool = False,
         has_critic: bool = False,
+        compares_routers: bool = False,
         served_dtype: str,
         megatron: Mapping[str, object],
         copies_checkpoints: bool,
@@ -107,6 +110,7 @@ class MemoryBudget:
             reference_moves=reference_moves,
             reference_is_averaged=reference_is_averaged,
             has_critic=has_critic,
+            compares_routers=compares_routers,
             served_dtype=served_dtype,
             file_item=largest_item(folder),
             recomputation=Recomputation.of(megatron),
@@ -302,12 +306,19 @@ class MemoryBudget:
 
     def _routes(self, stage: int) -> float:
         """Bytes of a token's replayed experts: int16 for all layers, and int64 for each layer with experts
-        once what is replayed and once what the router chose."""
+        once what is replayed and once what the router chose. The old policy's, with which routers are
+        compared, are the same with float32 scores."""
         experts = self.config.experts
-        if experts is None or self.train.routing_replay == "none":
+        if experts is None:
             return 0.0
+        num_layers = self.config.num_hidden_layers
         with_experts = sum(self.config.has_experts(layer) for layer in self._layers(stage))
-        return experts.chosen * (2.0 * self.config.num_hidden_layers + 16.0 * with_experts)
+        an_expert = 0.0
+        if self.train.routing_replay != "none":
+            an_expert += 2.0 * num_layers + 16.0 * with_experts
+        if self.compares_routers:
+            an_expert += 6.0 * num_layers + 16.0 * with_experts
+        return experts.chosen * an_expert
 
     def _logits(self, num_tokens: float) -> float:
         """Of a micro-batch whose tokens are all projected: the logits that are kept, the block of the moment,

@@ -75,6 +75,25 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OldRouting:
+    """The experts that computed a micro-batch's tokens in the pass for the old log-probs, in each layer of
+    the model, and the router's scores of them. Known of the layers and tokens that this rank routes."""
+
+    experts_PLK: NDArray[np.int16]
+    """`UNKNOWN_EXPERT` where they are not known."""
+    scores_PLK: NDArray[np.float32]
+    """Logarithms of shares of all experts' scores; 0 where they are not known."""
+
+    def padded_to(self, num_tokens: int) -> "OldRouting":
+        """Of so many tokens; of those that are added nothing is known."""
+        more = ((0, num_tokens - len(self.experts_PLK)), (0, 0), (0, 0))
+        return OldRouting(
+            experts_PLK=np.pad(self.experts_PLK, more, constant_values=UNKNOWN_EXPERT),
+            scores_PLK=np.pad(self.scores_PLK, more),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and the rows of logits that
     predict them."""
@@ -106,6 +125,8 @@ class MicroBatch:
     `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
     candidates_NK: NDArray[np.int64] | None = None
     """As in `Row`, row by row."""
+    old_routing: "OldRouting | None" = None
+    """None: nothing is compared with the old policy's routers."""
 
     @property
     def num_unrecorded(self) -> int:
@@ -134,6 +155,7 @@ class MicroBatch:
             rows_P=np.concatenate([self.rows_P, np.zeros(num_more, np.int64)]),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
+            old_routing=None if self.old_routing is None else self.old_routing.padded_to(num_tokens),
         )
 
     def with_projections(self, is_kept_U: NDArray[np.bool_]) -> "MicroBatch":

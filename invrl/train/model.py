@@ -38,7 +38,7 @@ from invrl.train.norm import RmsNorm
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.parallel.partitions import note_partitions, parameters_of
 from invrl.train.rotary import frequencies
-from invrl.train.routing_replay import RoutingRecorder
+from invrl.train.routing_replay import Routing, RoutingRecorder
 from invrl.train.weights import load_weights, parameters
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -68,24 +68,25 @@ class PolicyModel(GPTModel):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
-    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Log-probs and entropies of the wanted tokens, float32 [N] each, and if they have candidates the
-        log-probs of these [N, K]; from a chunk that is not the last the hidden states [Q, 1, hidden] of this
-        rank's tokens, for Megatron's schedule to hand on."""
+    ) -> tuple[torch.Tensor | None, ...] | torch.Tensor:
+        """Log-probs and entropies of the wanted tokens, float32 [N] each, the log-probs of their candidates
+        [N, K] and how far the routers have moved where they are predicted [N], the last two None where there
+        are none; from a chunk that is not the last the hidden states [Q, 1, hidden] of this rank's tokens,
+        for Megatron's schedule to hand on."""
         share = own_share(micro_batch)
-        hidden = self._decode(share)
+        routing = None
+        if self.routing is not None:
+            routing = self.routing.begin(self.vp_stage or 0, share)
+        hidden = self._decode(share, routing)
         if not self.post_process:
             return hidden
-        return self._outputs(hidden, share)
+        return (*self._outputs(hidden, share), self._router_shift(share, routing))
 
-    def _decode(self, share: ContextShare) -> torch.Tensor:
+    def _decode(self, share: ContextShare, routing: Routing | None) -> torch.Tensor:
         """Hidden states [Q, 1, hidden] after this chunk's layers, one row: the second axis is Megatron's
         batch axis. Each tensor-parallel rank has an equal part of the share's tokens."""
         attention_dtype = device.attention_dtype(self.config.params_dtype)
         hidden = self._embed(share) if self.pre_process else None
-        routing = None
-        if self.routing is not None:
-            routing = self.routing.begin(self.vp_stage or 0, share)
         packed_row = PackedRow.of(
             share,
             device.device(),
@@ -98,8 +99,8 @@ class PolicyModel(GPTModel):
         with self._counted_experts(share):
             return self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
 
-    def _outputs(self, hidden: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, ...]:
-        """As `forward`, from the last hidden states."""
+    def _outputs(self, hidden: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor | None, ...]:
+        """As `forward`, from the last hidden states, without the routers."""
         target = device.device()
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
         # vocabulary.
@@ -118,7 +119,19 @@ class PolicyModel(GPTModel):
             softcap=self.shape.logit_softcap,
         )
         is_own = torch.from_numpy(is_own_N).to(target)
-        return tuple(gather_wanted(own, is_own) for own in outputs if own is not None)
+        return tuple(None if own is None else gather_wanted(own, is_own) for own in outputs)
+
+    def _router_shift(self, share: ContextShare, routing: Routing | None) -> torch.Tensor | None:
+        """As `forward`. A token is predicted where the one before it is routed."""
+        own_P = None if routing is None else routing.shift_P
+        if own_P is None:
+            return None
+        with torch.no_grad():
+            shift_Q = gather_from_sequence_parallel_region(own_P, tensor_parallel_output_grad=False)
+        projections, is_own_N = share.own_projections()
+        places_S = share.indices_of(projections.project_U)[projections.projection_N]
+        own_S = shift_Q[torch.from_numpy(places_S).to(shift_Q.device)]
+        return gather_wanted(own_S, torch.from_numpy(is_own_N).to(shift_Q.device))
 
     @contextmanager
     def _counted_experts(self, share: ContextShare) -> Iterator[None]:

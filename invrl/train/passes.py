@@ -34,7 +34,8 @@ class Passes:
     algorithm: AlgorithmConfig
     cost: ComputeCost
     routing: RoutingRecorder | None
-    """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
+    """Where the experts of the pass for the old log-probs are recorded. None: they are neither replayed nor
+    compared."""
 
     def pack(self, rows: Sequence[Row]) -> Packed:
         """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
@@ -64,13 +65,13 @@ class Passes:
         the model. None for the first mini-batch, where they equal the current ones, and where the objective
         does not need them.
 
-        With routing replay of the trainer, the micro-batches of `packed` get the experts that this pass
-        chooses.
+        With routing replay of the trainer, and where the objective asks how far the routers have moved, the
+        micro-batches of `packed` get the experts that this pass chooses.
         """
         if len(shard) < 2 or not needs_of(self.algorithm).old:
             return [None] * len(shard)
         with device.timed(seconds, "old_logprobs"):
-            if self.routing is None or self.train.routing_replay != "trainer":
+            if self.routing is None or not self.routing.records:
                 return [None, *self.forward(packed[1:])]
             with self.routing.recording():
                 old_by_step = self.forward(packed[1:])

@@ -60,7 +60,7 @@ class TrainRank(SavingRank):
         """`port` is the port on which rank 0 listens; `listener` is rank 0's socket there, else None."""
         self._config = read_hf_config(settings.model_path)
         settings.layout.check(self._config)
-        settings.train.check_model(self._config)
+        settings.train.check_model(self._config, needs_of(settings.algorithm))
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
@@ -90,6 +90,7 @@ class TrainRank(SavingRank):
             reference_moves=settings.algorithm.reference_moves,
             reference_is_averaged=settings.algorithm.reference_ema > 0,
             has_critic=shares_critic,
+            compares_routers=needs_of(settings.algorithm).router_shift,
             served_dtype=settings.weight_dtype,
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
@@ -125,8 +126,14 @@ class TrainRank(SavingRank):
         train = settings.train
         experts = self._config.experts
         routing = None
-        if experts is not None and train.routing_replay != "none":
-            routing = RoutingRecorder(self._config.num_hidden_layers, experts)
+        compares_routers = needs_of(settings.algorithm).router_shift
+        if experts is not None and (train.routing_replay != "none" or compares_routers):
+            routing = RoutingRecorder(
+                self._config.num_hidden_layers,
+                experts,
+                replays=train.routing_replay == "trainer",
+                keeps_scores=compares_routers,
+            )
             for chunk in chunks:
                 chunk.routing = routing
         frozen = partial(FrozenReference, chunks, self._config, placement=train.reference_placement)

@@ -5,7 +5,9 @@ the engine's that sampled the tokens (arXiv 2510.11370; "R3"). The recorded indi
 compute a token. Their weights come from this model's router, so gradients flow through it.
 
 The indices travel with the micro-batch to each layer, so a layer that is recomputed in the backward pass is
-given the same ones. Imported after `device.prepare()`.
+given the same ones. So do the scores that the routers gave these experts, where an objective asks how far the
+routers have moved since (`algorithms/router_shift.py`), whether or not the experts are replayed. Imported
+after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +21,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from numpy.typing import NDArray
 
+from invrl.algorithms.router_shift import layer_shift, score_logprobs
 from invrl.errors import TrainError
 from invrl.metrics import Mean
 from invrl.train import device
 from invrl.train.context_parallel import own_share
 from invrl.train.context_share import ContextShare
 from invrl.train.families.model_config import Experts
-from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch, Row
+from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch, OldRouting, Row
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Megatron's choice: (scores [P, E], k, groups) -> (the chosen scores, the chosen experts), [P, K] each."""
@@ -58,6 +61,15 @@ class RoutingAgreement:
         return Mean(float(counts[0]), float(counts[1]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenScores:
+    """Experts, and the router's scores of them: [P, K] each."""
+
+    experts_PK: torch.Tensor
+    scores_PK: torch.Tensor
+    """Logarithms of shares of all experts' scores."""
+
+
 @dataclass(slots=True, eq=False)
 class LayerRouting:
     """The routing of one micro-batch in one layer. Stands in place of Megatron's `RouterReplay`."""
@@ -65,8 +77,16 @@ class LayerRouting:
     replayed_PK: torch.Tensor | None
     """The experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses. None: it always does."""
     agreement: RoutingAgreement
+    old: ChosenScores | None = None
+    """Of the pass for the old log-probs. None: nothing is compared with it."""
+    keeps_scores: bool = False
+    """Whether this is that pass."""
     chosen_PK: torch.Tensor | None = None
     """The experts that computed the tokens, once the layer has run."""
+    scores_PK: torch.Tensor | None = None
+    """The router's scores of them, if they are kept."""
+    shift_P: torch.Tensor | None = None
+    """How far the router has moved since `old`."""
 
     def get_replay_topk(
         self,
@@ -88,6 +108,19 @@ class LayerRouting:
         self.chosen_PK = chosen_PK
         return scores.gather(1, chosen_PK), chosen_PK
 
+    def note(self, logits_PE: torch.Tensor, score: str) -> None:
+        """The router's logits, once it has chosen. `score`: its function of them."""
+        if not self.keeps_scores and self.old is None:
+            return
+        with torch.no_grad():
+            scores_PE = score_logprobs(logits_PE, score)
+            if self.keeps_scores:
+                assert self.chosen_PK is not None, "the router has chosen"
+                self.scores_PK = scores_PE.gather(1, self.chosen_PK)
+            if self.old is not None:
+                current_PK = scores_PE.gather(1, self.old.experts_PK)
+                self.shift_P = layer_shift(current_PK, self.old.scores_PK)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
@@ -96,23 +129,48 @@ class Routing:
     experts_PLK: torch.Tensor | None
     """Of this rank's tokens, by the layer's number in the whole model. None: the routers choose."""
     agreement: RoutingAgreement
+    old_experts_PLK: torch.Tensor | None = None
+    """Of this rank's tokens, in the pass for the old log-probs. None: nothing is compared with it."""
+    old_scores_PLK: torch.Tensor | None = None
+    keeps_scores: bool = False
+    """Whether this is that pass."""
     layers: dict[int, LayerRouting] = field(default_factory=dict)
     """Those that have run."""
 
     @staticmethod
-    def of(share: ContextShare, agreement: RoutingAgreement) -> "Routing":
-        experts = share.micro_batch.experts_PLK
-        if experts is None:
-            return Routing(None, agreement)
-        own_PLK = experts[_routed_places(share)]
-        return Routing(torch.from_numpy(own_PLK).to(device.device()), agreement)
+    def of(share: ContextShare, agreement: RoutingAgreement, *, keeps_scores: bool = False) -> "Routing":
+        places = _routed_places(share)
+
+        def own(array_PLK: NDArray[Any] | None) -> torch.Tensor | None:
+            return None if array_PLK is None else torch.from_numpy(array_PLK[places]).to(device.device())
+
+        old = share.micro_batch.old_routing
+        return Routing(
+            experts_PLK=own(share.micro_batch.experts_PLK),
+            agreement=agreement,
+            old_experts_PLK=None if old is None else own(old.experts_PLK),
+            old_scores_PLK=None if old is None else own(old.scores_PLK),
+            keeps_scores=keeps_scores,
+        )
+
+    @property
+    def shift_P(self) -> torch.Tensor | None:
+        """How far the routers of all layers have moved where this rank routes tokens: the mean over the
+        layers. None: nothing was compared."""
+        shifts = [layer.shift_P for layer in self.layers.values() if layer.shift_P is not None]
+        return torch.stack(shifts).mean(0) if shifts else None
 
     def layer(self, number: int) -> LayerRouting:
         """`number`: of the layer in the whole model, counted from 0."""
         replayed_PK = None
         if self.experts_PLK is not None:
             replayed_PK = self.experts_PLK[:, number].long()
-        routing = LayerRouting(replayed_PK, self.agreement)
+        old = None
+        if self.old_experts_PLK is not None and self.old_scores_PLK is not None:
+            # Of padding nothing is known, and nobody reads its shift.
+            experts_PK = self.old_experts_PLK[:, number].long().clamp(min=0)
+            old = ChosenScores(experts_PK, self.old_scores_PLK[:, number])
+        routing = LayerRouting(replayed_PK, self.agreement, old=old, keeps_scores=self.keeps_scores)
         self.layers[number] = routing
         return routing
 
@@ -138,15 +196,25 @@ class RoutedLayer(TransformerLayer):
 
 @dataclass(slots=True, eq=False)
 class RoutingRecorder:
-    """Keeps the experts that the chunks of one rank choose in the passes of a `recording` block."""
+    """Keeps the experts that the chunks of one rank choose in the passes of a `recording` block, and their
+    scores."""
 
     num_layers: int
     """Of the whole model."""
     experts: Experts
+    replays: bool
+    """Whether what is recorded is replayed."""
+    keeps_scores: bool
+    """Whether later passes are compared with what is recorded."""
     agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
     _recorded: dict[int, list[Routing]] = field(default_factory=dict)
     """By the chunk's number: one routing per micro-batch."""
     _is_recording: bool = False
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is done with what is recorded."""
+        return self.replays or self.keeps_scores
 
     def check(self, rows: Iterable[Row]) -> None:
         """Raises TrainError if the experts of a row are not those of such a model."""
@@ -174,38 +242,46 @@ class RoutingRecorder:
 
     def begin(self, chunk: int, share: ContextShare) -> Routing:
         """The routing of a forward pass that begins."""
-        routing = Routing.of(share, self.agreement)
+        routing = Routing.of(share, self.agreement, keeps_scores=self.keeps_scores and self._is_recording)
         if self._is_recording:
             self._recorded.setdefault(chunk, []).append(routing)
         return routing
 
     def with_recorded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of the passes that were recorded, with the experts that were chosen in them. Of
-        layers that other ranks hold, of tokens that other ranks route, and of layers without experts, the
-        experts are unknown."""
+        """The micro-batches of the passes that were recorded, with the experts that were chosen in them and
+        their scores, as they are to be replayed and compared. Of layers that other ranks hold, of tokens that
+        other ranks route, and of layers without experts, both are unknown."""
         routed: list[MicroBatch] = []
         for index, micro_batch in enumerate(micro_batches):
             if not micro_batch.rows:  # one that stands in where there is no data
                 routed.append(micro_batch)
                 continue
-            layers: dict[int, torch.Tensor] = {}
+            layers: dict[int, LayerRouting] = {}
             for routings in self._recorded.values():
-                for number, layer in routings[index].layers.items():
-                    assert layer.chosen_PK is not None, f"layer {number} has run"
-                    layers[number] = layer.chosen_PK
-            routed.append(_with_experts(micro_batch, layers, self.num_layers))
+                layers |= routings[index].layers
+            routed.append(self._with_layers(micro_batch, layers))
         self._recorded.clear()
         return routed
 
-
-def _with_experts(micro_batch: MicroBatch, layers: dict[int, torch.Tensor], num_layers: int) -> MicroBatch:
-    if not layers:  # a stage whose layers have no experts
+    def _with_layers(self, micro_batch: MicroBatch, layers: dict[int, LayerRouting]) -> MicroBatch:
+        if not layers:  # a stage whose layers have no experts
+            return micro_batch
+        share = own_share(micro_batch)
+        routed_places = _routed_places(share)
+        shape = (len(share.micro_batch.tokens_P), self.num_layers, self.experts.chosen)
+        experts_PLK = np.full(shape, UNKNOWN_EXPERT, np.int16)
+        scores_PLK = np.zeros(shape if self.keeps_scores else (0, 0, 0), np.float32)
+        for number, layer in layers.items():
+            assert layer.chosen_PK is not None, f"layer {number} has run"
+            experts_PLK[routed_places, number] = layer.chosen_PK.cpu().numpy()
+            if self.keeps_scores:
+                assert layer.scores_PK is not None, f"layer {number} has run"
+                scores_PLK[routed_places, number] = layer.scores_PK.cpu().numpy()
+        num_tokens = len(micro_batch.tokens_P)
+        experts_PLK = experts_PLK[:num_tokens]
+        if self.replays:
+            micro_batch = replace(micro_batch, experts_PLK=experts_PLK)
+        if self.keeps_scores:
+            old = OldRouting(experts_PLK=experts_PLK, scores_PLK=scores_PLK[:num_tokens])
+            micro_batch = replace(micro_batch, old_routing=old)
         return micro_batch
-    [num_chosen] = {chosen_PK.shape[1] for chosen_PK in layers.values()}
-    share = own_share(micro_batch)
-    routed_places = _routed_places(share)
-    num_tokens = len(share.micro_batch.tokens_P)
-    experts_PLK = np.full((num_tokens, num_layers, num_chosen), UNKNOWN_EXPERT, np.int16)
-    for number, chosen_PK in layers.items():
-        experts_PLK[routed_places, number] = chosen_PK.cpu().numpy()
-    return replace(micro_batch, experts_PLK=experts_PLK[: len(micro_batch.tokens_P)])

@@ -83,7 +83,7 @@ class TrainStep:
     critic: Critic | None = None
     """None: the objective needs no values."""
     routing: RoutingRecorder | None
-    """None: no routing is replayed."""
+    """None: no routing is replayed or compared."""
     expert_routers: ExpertRouters | None
     """None: no layer has experts."""
     coefficients: Coefficients = field(init=False)

@@ -171,6 +171,12 @@ CASES = {
         name="sapo",
         verl={"tau_pos": 1.0, "tau_neg": 1.05},
     ),
+    "gmpo": Case(
+        ours={**CLIP, "policy_loss": "gmpo", "aggregation": "sequence_mean"},
+        name="geo_mean",
+        aggregation="seq-mean-token-mean",
+        verl=VERL_CLIP,
+    ),
     "dppo, total variation": Case(
         ours={
             "correction": "none",

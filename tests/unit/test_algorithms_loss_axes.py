@@ -101,6 +101,8 @@ def surrogate_of(
         return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
     if c.policy_loss == "rejection_gate":
         return -a / (1 + math.exp(-c.rejection_gate_sharpness * (ratio - 1)))
+    if c.policy_loss == "gmpo":
+        return -a * row_ratio_of(row, moving, still, old, c)
     if c.policy_loss == "policy_gradient":
         return -a * moving[t]
     if c.policy_loss == "vespo":
@@ -116,6 +118,19 @@ def surrogate_of(
         distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     masked = distance > c.dppo_threshold and ((a > 0 and p > q) or (a < 0 and p < q))
     return 0.0 if masked else -ratio * a
+
+
+def row_ratio_of(
+    row: Row, moving: list[float], still: list[float], old: list[float], c: AlgorithmConfig
+) -> float:
+    """The geometric mean of a row's ratios, of which each is clipped towards its advantage."""
+    logs: list[float] = []
+    for t, a in enumerate(row.advantages):
+        log_ratio = math.log(ratio_of(row, t, moving, still, old, c.ratio_level))
+        sign = (a > 0) - (a < 0)
+        clipped = min(max(log_ratio, -c.eps_clip_low), c.eps_clip_high)
+        logs.append(sign * min(sign * log_ratio, sign * clipped))
+    return math.exp(math.fsum(logs) / len(logs))
 
 
 def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
@@ -195,20 +210,29 @@ def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
     return size * exponentials[row.rollout] / sum(exponentials.values())
 
 
+def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]:
+    """With the KL that is in the rewards of this and later tokens."""
+    advantages = list(row.advantages)
+    if not c.kl_coef or c.kl_in != "reward":
+        return advantages
+    bound = c.kl_clamp or math.inf
+    for t in range(len(advantages)):
+        for s in range(t, len(advantages)):
+            penalty = divergence_of(old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator)
+            advantages[t] -= c.kl_coef * min(max(penalty, -bound), bound)
+    return advantages
+
+
 def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfig) -> float:
     """`moving`: the current log-probs with the gradient; those in the rows are constants. Entropies are
     constants too."""
     total = 0.0
     for row, current in zip(rows, moving, strict=True):
         old = old_of(row, row.current, c)
-        for t in range(len(current)):
-            advantage = row.advantages[t]
-            if c.kl_coef and c.kl_in == "reward":
-                for s in range(t, len(current)):
-                    penalty = divergence_of(old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator)
-                    bound = c.kl_clamp or math.inf
-                    advantage -= c.kl_coef * min(max(penalty, -bound), bound)
-            loss = weight_of(row, t, old, c) * surrogate_of(row, t, current, row.current, old, c, advantage)
+        judged = replace(row, advantages=advantages_of(row, old, c))
+        for t, advantage in enumerate(judged.advantages):
+            surrogate = surrogate_of(judged, t, current, row.current, old, c, advantage)
+            loss = weight_of(row, t, old, c) * surrogate
             if c.kl_coef and c.kl_in == "loss":
                 term = divergence_of(current[t], row.reference[t], row.rollout_logprobs[t], c.kl_estimator)
                 bound = c.kl_clamp or math.inf
@@ -326,7 +350,7 @@ def run(
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(
-        ["clip", "cispo", "sapo", "rejection_gate", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]
+        ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]
     ),
     ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
     eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
@@ -549,7 +573,7 @@ def test_a_sum_to_go_begins_again_with_each_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy_loss_name", ["clip", "cispo", "sapo", "rejection_gate", "dppo_tv", "dppo_kl", "vespo"]
+    "policy_loss_name", ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
 )
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
 def test_no_gap_of_log_probs_overflows(policy_loss_name: str, gap: float) -> None:

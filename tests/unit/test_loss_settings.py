@@ -40,6 +40,8 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--ratio-level sequence --policy-loss dppo_tv", "ratio_level", "masks single tokens", "leave"),
         ("--ratio-level sequence --policy-loss policy_gradient", "ratio_level", "has no ratio", "leave"),
+        ("--policy-loss gmpo", "correction", "one number for all tokens", "geometric_truncated"),
+        ("--policy-loss gmpo --ratio-level sequence", "ratio_level", "clips the ratios of single", "leave"),
         ("--policy-loss vespo", "correction", "count twice", "--correction none"),
         ("--correction-floor 3", "correction_floor", "above correction_cap = 2", "--correction-cap"),
         ("--rejection token", "rejection", "neither bound", "--rejection-high"),
@@ -206,7 +208,7 @@ def test_a_preset_s_loss_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
     assert algorithm.policy_loss in SURROGATES
-    inputs = example_inputs()
+    inputs = example_inputs(with_router_shift=algorithm.router_shift_floor > 0)
     staleness_N = torch.ones_like(inputs.advantages_N)
     policy_loss(replace(inputs, columns={"staleness": staleness_N}), algorithm).loss.backward()
     assert inputs.current_N.grad is not None

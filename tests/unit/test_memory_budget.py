@@ -32,6 +32,7 @@ def budget(
     reference_moves: bool = False,
     reference_is_averaged: bool = False,
     has_critic: bool = False,
+    compares_routers: bool = False,
     megatron: Mapping[str, object] | None = None,
     copies_checkpoints: bool = False,
     **train: object,
@@ -43,6 +44,7 @@ def budget(
         reference_moves=reference_moves,
         reference_is_averaged=reference_is_averaged,
         has_critic=has_critic,
+        compares_routers=compares_routers,
         served_dtype="bfloat16",
         megatron=megatron or {},
         copies_checkpoints=copies_checkpoints,
@@ -286,6 +288,8 @@ def test_replayed_experts_take_columns_of_every_layer(tmp_path: Path) -> None:
     plain = estimated(model, max_tokens_per_microbatch=tokens)
     replayed = estimated(model, max_tokens_per_microbatch=tokens, routing_replay="engine")
     assert replayed.step - plain.step == pytest.approx(tokens * 4 * (2 * 3 + 16 * 2))
+    compared = estimated(model, max_tokens_per_microbatch=tokens, compares_routers=True)
+    assert compared.step - plain.step == pytest.approx(tokens * 4 * ((2 + 4) * 3 + 16 * 2))
 
 
 def test_the_estimate_of_a_run_is_for_its_largest_micro_batch(model: Path) -> None:

@@ -249,6 +249,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             reference_moves=config.algorithm.reference_moves,
             reference_is_averaged=config.algorithm.reference_ema > 0,
             has_critic=needs_of(config.algorithm).values and config.train.critic_layout is None,
+            compares_routers=needs_of(config.algorithm).router_shift,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
             copies_checkpoints=config.run.async_checkpoints,

@@ -42,7 +42,7 @@ def check_trainable(config: Config) -> str:
     from invrl.train.hf_config import read_hf_config
 
     shape = read_hf_config(config.model.folder)
-    config.train.check_model(shape)
+    config.train.check_model(shape, needs_of(config.algorithm))
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 
