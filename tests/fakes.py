@@ -67,6 +67,8 @@ class FakeEngine:
         """So many requests are cut off before an answer."""
         self.abort_next = False
         self.requests: list[dict] = []
+        self.traceparents: list[str] = []
+        """The header of each request."""
         self.replies: dict[str, list[int]] = {}
         """What each request was answered with, whole."""
         self.cancelled: list[str] = []
@@ -98,6 +100,7 @@ class FakeEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.traceparents.append(request.headers.get("traceparent", ""))
         if self.drop_connections:
             self.drop_connections -= 1
             assert request.transport is not None

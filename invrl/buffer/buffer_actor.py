@@ -30,7 +30,9 @@ from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import WaitReport
 from invrl.errors import DeadlineError, FilteredOutError, RunStoreError
 from invrl.host.actor_heartbeat import Pulse, pulse
+from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
+from invrl.host.log_lines import LogSettings
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore, WaitsOutside
@@ -56,9 +58,11 @@ class BufferActor:
         trains_all_roots: bool = True,
         poll_interval_s: float = 0.02,
         heartbeat_timeout_s: float = 30.0,
+        log: LogSettings | None = None,
     ) -> None:
         """`trains_all_roots`: False if only a session's main conversation is trained.
-        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other writers."""
+        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other writers. `log`: what
+        the process logs, if it has one of its own."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = GroupBuffer(
             config,
@@ -67,6 +71,7 @@ class BufferActor:
             group_filter=configured_group_filter(config),
             emit=lambda entry: self._entries.append(entry),
         )
+        self._log_settings = log
         self._failure_limits = config.failure_limits()
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
@@ -98,6 +103,8 @@ class BufferActor:
         `GroupBuffer.restore` says."""
         if self._poller is not None:
             return
+        if self._log_settings is not None:
+            begin_output("buffer", self._log_settings)
         self._seen = self._ledger.last_outbox_row()
         if snapshot:
             self._restore(msgspec.json.decode(snapshot, type=BufferSnapshot))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from invrl.rollout.config import RolloutConfig
 from invrl.run.config import SECTIONS, UPSTREAM, Source, Tables
 
-_RUN = frozenset({"run_name", "run_root", "seed", "heartbeat_timeout_s"})
+_RUN = frozenset(
+    {"run_name", "run_root", "seed", "heartbeat_timeout_s", "log_format", "log_level", "otel_endpoint"}
+)
 _TRAINING_GATEWAY = frozenset(
     {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward", "end_grace_s"}
 )
@@ -102,6 +104,7 @@ _ENGINE = CommandSettings(
         ),
         "weight_sync": frozenset({"weight_update_inflight"}),
         "train": frozenset({"routing_replay"}),
+        "run": frozenset({"otel_endpoint"}),
     },
     packages=("sglang",),
     neutral={**_SERVE.neutral, "rollout": {**_SERVE.neutral["rollout"], "max_new_tokens": 1}},

@@ -15,6 +15,7 @@ from invrl.cli.headline import headline
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
 from invrl.host import interrupts, lifeline
 from invrl.host.lifeline import NoteKind
+from invrl.host.log_lines import write_log_lines
 from invrl.host.printable import printable
 from invrl.host.private_file import make_private
 from invrl.host.ray_setup import prepare_ray
@@ -22,9 +23,6 @@ from invrl.run.config import Config, load_resolved, resolve
 from invrl.run.driver_commands import FAILURE_EXIT
 from invrl.run.model_of_run import with_models_of_runs
 from invrl.store.run_folder import RunFolder
-
-_LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-_CHATTY_LOGGERS = ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3")
 
 
 def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
@@ -43,13 +41,11 @@ def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
     return config
 
 
-def log_to_folder(folder: RunFolder) -> None:
-    """Send this process's log to the driver's log file in the run folder."""
+def log_to_folder(folder: RunFolder, config: Config, *, process: str = "driver") -> None:
+    """Send this process's log to the driver's log file in the run folder. `process`: its name there."""
     log_file = folder.log_path("driver")
     make_private(log_file)
-    logging.basicConfig(filename=log_file, format=_LOG_FORMAT, level="INFO", force=True)
-    for name in _CHATTY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    write_log_lines(process, config.run.log_settings(folder.path.name), file=log_file)
 
 
 @contextmanager
@@ -57,7 +53,7 @@ def driver_of(folder: RunFolder) -> Iterator[Config]:
     """Around the work of a driver, in a folder that its supervisor holds. Yields the run's configuration."""
     lifeline.hold()
     config = load_resolved(folder.config_path)
-    log_to_folder(folder)
+    log_to_folder(folder, config)
     with failure_reported(folder):
         prepare_ray()
         yield config

@@ -72,6 +72,7 @@ class Fleet:
         heartbeat_timeout_s: float = 30.0,
         record_experts: bool = False,
         external_key: str = "",
+        traces_endpoint: str = "",
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
@@ -79,7 +80,8 @@ class Fleet:
         defaults. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
         `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
-        `external_key`: that of external engines.
+        `external_key`: that of external engines. `traces_endpoint`: where the engines that start here send
+        their spans to; "": nowhere.
         """
         self._config = engine
         self._model_path = model_path
@@ -87,7 +89,12 @@ class Fleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync = weight_sync or WeightSyncConfig.model_validate({})
         in_place = self._weight_sync.weight_update_inflight == "in_place"
-        self._sglang_flags = flags_of_run(sglang or {}, in_place=in_place, record_experts=record_experts)
+        self._sglang_flags = flags_of_run(
+            sglang or {},
+            in_place=in_place,
+            record_experts=record_experts,
+            traces_endpoint=traces_endpoint,
+        )
         self._traits = wanted_traits(engine, model_path, in_place=in_place, record_experts=record_experts)
         self._external_key = external_key
         self._external_urls = {

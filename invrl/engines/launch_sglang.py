@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING
 from invrl.engines.canary_first import put_canaries_first
 from invrl.engines.drain_route import add_drain_route
 from invrl.engines.engine_identity import add_identity_route
+from invrl.engines.engine_spans import FLAG, send_spans_over_http
 from invrl.engines.experts_by_label import answer_with_experts
 from invrl.engines.kv_versions import separate_kv_of_versions
-from invrl.engines.masked_logs import hide_keys_in_answers, mask_keys_in_logs
+from invrl.engines.masked_answers import hide_keys_in_answers
 from invrl.engines.reply_route import add_reply_route
 from invrl.host import sglang_on_cpu
+from invrl.host.masked_keys import mask_keys_in_logs
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -42,6 +44,8 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
 sglang_on_cpu.make_importable()
 mask_keys_in_logs()
+if FLAG in sys.argv:
+    send_spans_over_http()
 
 
 def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 from invrl.engines import smg
+from invrl.engines.engine_spans import span_flags
 from invrl.errors import ConfigError
 
 _KEYS = "leave it out: random keys are made"
@@ -50,6 +51,7 @@ SGLANG_OWNED = {
     ),
     "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
     "max_total_tokens": "use --engine-max-total-tokens",
+    **dict.fromkeys(("enable_trace", "otlp_traces_endpoint"), "use --otel-endpoint"),
     "dp_size": "use --num-engines",
     "skip_tokenizer_init": "leave it out: stop strings need the tokenizer",
     **dict.fromkeys(("is_embedding", "encoder_only"), "leave it out: the engine must sample"),
@@ -217,10 +219,13 @@ def sglang_flags(options: Mapping[str, object]) -> list[str]:
     return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
-def flags_of_run(options: Mapping[str, object], *, in_place: bool, record_experts: bool) -> list[str]:
+def flags_of_run(
+    options: Mapping[str, object], *, in_place: bool, record_experts: bool, traces_endpoint: str = ""
+) -> list[str]:
     """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go on in place while
-    weights change. `record_experts`: engines keep which experts computed each token."""
-    flags = sglang_flags(options)
+    weights change. `record_experts`: engines keep which experts computed each token. `traces_endpoint`: where
+    engines send their spans to; "": nowhere."""
+    flags = sglang_flags(options) + span_flags(traces_endpoint)
     if record_experts:
         flags.append("--enable-return-routed-experts")
     if in_place:

@@ -40,6 +40,7 @@ from invrl.engines.sglang_answers import (
 )
 from invrl.engines.version_spans import VersionTracker
 from invrl.errors import DeadlineError, ServerError, SessionError
+from invrl.host.traces import current_traceparent
 from invrl.routed_experts import RoutedExperts
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
@@ -418,6 +419,9 @@ class SglangClient:
             headers["Authorization"] = f"Bearer {key}"
         if routing_key:
             headers["X-SMG-Routing-Key"] = routing_key
+        traceparent = current_traceparent()
+        if traceparent:
+            headers["traceparent"] = traceparent
         method = "GET" if body is None else "POST"
         data = b"" if body is None else orjson.dumps(body)
         try:

@@ -7,11 +7,12 @@ from typing import Any
 import ray
 
 from invrl.host.actor_heartbeat import Pulse
+from invrl.host.actor_output import PROCESS_MARK
 
 _NUM_LINES = 12
 _TAIL_BYTES = 16_384
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
-"""Beginnings of lines by which Ray finds out whose output follows."""
+_MARKS = (":job_id:", ":actor_name:", ":task_name:", PROCESS_MARK)
+"""Beginnings of lines that say whose output follows."""
 
 
 def last_lines(pulse: Pulse | None) -> str:
@@ -20,7 +21,7 @@ def last_lines(pulse: Pulse | None) -> str:
     if pulse is None or pulse.host != os.uname().nodename:
         return ""
     for log in sorted(_ray_logs().glob(f"worker-*-{pulse.pid}.err")):
-        lines = [line for line in _tail(log).splitlines() if line.strip() and not line.startswith(_RAY_MARKS)]
+        lines = [line for line in _tail(log).splitlines() if line.strip() and not line.startswith(_MARKS)]
         if lines:
             return f". Last lines of {log.name} (in logs/ray):\n" + "\n".join(lines[-_NUM_LINES:])
     return ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from invrl import plugins
+from invrl.host.log_lines import LogSettings
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
@@ -28,7 +29,7 @@ _STUCK_MARGIN_S = 10.0
 class RolloutHandle:
     """`model`: the name that agents send. Without a buffer it only runs evaluations. With
     `external_dispatcher`, environments that we do not start run what the buffer leases. `logs`: the folder
-    for the output of the workers; None: Ray keeps it."""
+    for the output of the workers; None: Ray keeps it. `log`: what they log; None: what user code sets up."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class RolloutHandle:
         seed: int,
         heartbeat_timeout_s: float = 30.0,
         logs: Path | None = None,
+        log: LogSettings | None = None,
     ) -> None:
         self._config = config
         self._seed = seed
@@ -50,7 +52,7 @@ class RolloutHandle:
             plugins.load_rollout_function(config.rollout_function_path)
         )
         settings = WorkerSettings(
-            gateway_url=gateway_url, model=model, rollout=config, python_path=tuple(sys.path)
+            gateway_url=gateway_url, model=model, rollout=config, python_path=tuple(sys.path), log=log
         )
         make_worker = partial(
             RayWorker,

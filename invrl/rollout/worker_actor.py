@@ -26,8 +26,10 @@ import psutil
 from invrl import plugins
 from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
+from invrl.host.actor_output import mark_files
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
+from invrl.host.log_lines import LogSettings, session_of_task, write_log_lines
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
@@ -52,6 +54,10 @@ class WorkerSettings:
     rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
     """The driver's sys.path, so that user code can be imported as it can there."""
+    process: str = "rollout-worker"
+    """What the process is called in its log."""
+    log: LogSettings | None = None
+    """What it logs, and how; None: its loggers stay as they are."""
     log_path: Path | None = None
     """The file for the worker's output; None: Ray's own file."""
 
@@ -96,9 +102,7 @@ class RolloutWorker:
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
         start_guardian()
-        if self._settings.log_path is not None:
-            # Before user code is imported, because the import may print.
-            WorkerLog(self._settings.log_path).take_output()
+        self._begin_log()  # before user code is imported, because the import may print
         sys.path.extend(path for path in self._settings.python_path if path not in sys.path)
         config = self._settings.rollout
         function = plugins.load_rollout_function(config.rollout_function_path)
@@ -110,6 +114,16 @@ class RolloutWorker:
         importlib.import_module("openai")
         self._pool = ConnectionPool()
         self._memory_watch.start()
+
+    def _begin_log(self) -> None:
+        settings = self._settings
+        if settings.log is not None:
+            mark_files(settings.process, settings.log)
+        file = settings.log_path
+        if file is not None and not WorkerLog(file).take_output():
+            file = None
+        if settings.log is not None:
+            write_log_lines(settings.process, settings.log, file=file)
 
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports how each session ended. Raises SessionError or DeadlineError
@@ -126,9 +140,11 @@ class RolloutWorker:
         first_session_id = assignment.sessions[0].id
         dropped = asyncio.Event()
         self._dropped[first_session_id] = dropped
+        logged_as = session_of_task.set(",".join(session.id for session in assignment.sessions))
         try:
             results = await self._within_memory(assignment.task, endpoints, dropped)
         finally:
+            session_of_task.reset(logged_as)
             del self._dropped[first_session_id]
         reports = [
             self._report(session, result)

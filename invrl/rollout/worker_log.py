@@ -3,18 +3,17 @@
 The file replaces the standard output and the standard error of the process, so it holds what Python code, C
 code and child processes print, in one order.
 
-Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Session
-keys are masked in what Python prints or logs, but not in what a child process prints."""
+Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Keys
+are masked in what Python prints or logs, but not in what a child process prints."""
 
 import contextlib
-import io
 import os
-import re
 import sys
 import threading
 import time
 from pathlib import Path
 
+from invrl.host.masked_text import MaskedText
 from invrl.host.private_file import make_private
 
 _LIMIT_BYTES = 64_000_000
@@ -22,8 +21,6 @@ _CHECK_INTERVAL_S = 1.0
 _STDOUT = 1
 _STDERR = 2
 """File descriptors."""
-_SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
-_MASK = "(session key)"
 
 
 def log_name(worker: str) -> str:
@@ -38,24 +35,25 @@ class WorkerLog:
         self._path = path
         self._limit_bytes = limit_bytes
 
-    def take_output(self) -> None:
-        """Sends what this process and its children print to the file from now on. If the file cannot be
-        written, for example on a machine without the run folder, output stays where it was."""
+    def take_output(self) -> bool:
+        """Sends what this process and its children print to the file from now on. Returns False if the file
+        cannot be written, for example on a machine without the run folder: output stays where it was."""
         try:
             make_private(self._path)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             print(f"what this worker prints stays here: {self._path} cannot be written: {error}", flush=True)
-            return
+            _mask_keys()
+            return False
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os.dup2(file, _STDOUT)
         os.dup2(file, _STDERR)
         os.close(file)
-        sys.stdout = _MaskedText(_STDOUT)
-        sys.stderr = _MaskedText(_STDERR)
+        _mask_keys()
         threading.Thread(target=self._keep_short, name="worker-log", daemon=True).start()
+        return True
 
     def _keep_short(self) -> None:
         while True:
@@ -81,16 +79,6 @@ class WorkerLog:
         return True
 
 
-class _MaskedText(io.TextIOWrapper):
-    """A line-buffered text stream to a file descriptor, which masks session keys. It does not close the
-    descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        super().__init__(
-            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
-
-    def write(self, text: str) -> int:
-        super().write(_SESSION_KEY.sub(_MASK, text))
-        return len(text)
+def _mask_keys() -> None:
+    sys.stdout = MaskedText(_STDOUT)
+    sys.stderr = MaskedText(_STDERR)

@@ -42,6 +42,7 @@ from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
 from invrl.host.ports import ReservedPort
 from invrl.host.process import random_key
+from invrl.host.traces import traces_endpoint
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -113,6 +114,7 @@ async def start_serving(
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
             external_key=engine_key,
+            traces_endpoint=traces_endpoint(config.run.otel_endpoint),
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(fleet.start())
@@ -162,6 +164,8 @@ def _gateway_settings(
         **asdict(fleet.limits),
         "context_length": context_length,
         "run_id": folder.path.name,
+        "otel_endpoint": config.run.otel_endpoint,
+        "log": config.run.log_settings(folder.path.name),
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
         "gateway_port": config.gateway.gateway_port or free_port,
@@ -336,6 +340,7 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
         broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
         megatron=dict(config.megatron),
         seed=config.run.seed,
+        log=config.run.log_settings(folder.path.name),
     )
     return [replace(first, rank=rank) for rank in range(layout.world_size)]
 
@@ -360,6 +365,7 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         run_store_path=folder.store_path,
         trains_all_roots=config.gateway.train_auxiliary_roots,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        log=config.run.log_settings(folder.path.name),
     )
     return BufferHandle(
         actor=actor,
@@ -392,4 +398,5 @@ def create_rollouts(
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         logs=folder.logs_path,
+        log=config.run.log_settings(folder.path.name),
     )

@@ -29,6 +29,7 @@ from invrl.datasets.config import DataConfig
 from invrl.engines.config import EngineConfig
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
+from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
@@ -92,6 +93,13 @@ class RunConfig(Section):
     log_samples: NonNegativeInt = Field(
         1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"
     )
+    log_format: LogFormat = Field("text", description="lines of logs/: text, or a JSON object each")
+    log_level: LogLevel = Field("info", description="the least level that logs/ has of our own processes")
+    otel_endpoint: str = Field(
+        "",
+        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "empty: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
@@ -107,6 +115,10 @@ class RunConfig(Section):
         0, ge=0, le=1000, description="rollouts of each step in a table at Weights & Biases; 0: no table"
     )
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
+
+    def log_settings(self, run: str) -> LogSettings:
+        """What the processes of the run of this name log, and how."""
+        return LogSettings(run=run, format=self.log_format, level=self.log_level)
 
 
 class ModelConfig(Section):

@@ -13,6 +13,7 @@ from invrl.errors import ConfigError, ServerError
 from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
 from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.traces import traces_endpoint
 from invrl.run.config import Config
 
 _LOOK_INTERVAL_S = 0.25
@@ -23,7 +24,12 @@ async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None
     ServerError or DeadlineError if the engine does not start, and ServerError when it dies."""
     remove_abandoned()
     in_place = config.weight_sync.weight_update_inflight == "in_place"
-    flags = flags_of_run(config.sglang, in_place=in_place, record_experts=config.train.records_experts)
+    flags = flags_of_run(
+        config.sglang,
+        in_place=in_place,
+        record_experts=config.train.records_experts,
+        traces_endpoint=traces_endpoint(config.run.otel_endpoint),
+    )
     async with CleanUp() as stack:
         start_guardian()
         try:

@@ -10,6 +10,7 @@ Step n makes version n, also if the batch had no signal and no weight changed (`
 same weights once more, in the usual transaction."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
 """Keeps what a step did with its tokens; returns a warning for the console, or "". It runs in a thread."""
+Trace = Callable[[int, TrainBatch, Mapping[str, tuple[float, float]]], None]
+"""Adds a step to the traces of its turns, with the Unix seconds in which each phase began and ended. It runs
+in a thread."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""
 
@@ -69,6 +73,7 @@ class Parts:
     evaluate: Evaluate | None = None
     show_samples: ShowSamples | None = None
     record: Record | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,16 @@ class _Phases:
     observer: Sink
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """When each phase began and ended, in Unix seconds."""
 
     @contextmanager
     def within(self, name: str) -> Iterator[dict[str, float]]:
         """The block may fill in the seconds of the phase's parts."""
         with observed_phase(self.observer, name, self.step) as parts, timed(self.seconds, name):
+            began = time.time()
             yield parts
+        self.times[name] = (began, time.time())
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
@@ -158,6 +167,8 @@ async def _learn(
             snapshot = await parts.buffer.snapshot(version)
         if not last:
             await parts.buffer.advance(version)
+    if parts.trace is not None:
+        await asyncio.to_thread(parts.trace, step, batch, dict(phases.times))
     if snapshot is not None:
         with phases.within(CHECKPOINT_PHASE):
             await learner.save(step, snapshot)

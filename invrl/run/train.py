@@ -25,8 +25,10 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
+from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
 from invrl.observe.console_samples import sample_rollouts, show_samples
+from invrl.observe.phase_traces import PhaseTraces
 from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
@@ -50,6 +52,7 @@ from invrl.run.process_samples import sample_processes
 from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.served_metrics import ServedMetrics
+from invrl.run.step_traces import StepTraces
 from invrl.run.teacher import Teacher, open_teacher
 from invrl.run.tokenizer import keep_tokenizer
 from invrl.run.train_on_data import train_on_data
@@ -88,7 +91,10 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
     metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
+    traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=folder.path.name)
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
+    if traces is not None:
+        sinks.append(PhaseTraces(traces))
     rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
     observer = RunObserver([*sinks, open_progress(config.run.progress, num_steps, rows)])
     awaited = AwaitedWork(observer, phase)
@@ -106,7 +112,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         elif data is not None:
             interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data, awaited))
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics)
+            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics, traces)
             interrupts.run(run.run())
     finally:
         observer.close()
@@ -154,6 +160,7 @@ class _TrainingRun:
     start: Start
     awaited: AwaitedWork
     metrics: ServedMetrics
+    traces: Traces | None
 
     async def run(self) -> None:
         num_steps = self.config.run.num_steps
@@ -277,6 +284,9 @@ class _TrainingRun:
         if held_out is not None:
             evaluate = held_out.during_training
         teacher = open_teacher(config)
+        trace = None
+        if self.traces is not None:
+            trace = StepTraces(self.traces, self.folder.store_path).add
         parts = Parts(
             buffer=cluster.buffer,
             assemble=partial(self._assemble, advantage),
@@ -285,6 +295,7 @@ class _TrainingRun:
             learner=learner,
             evaluate=evaluate,
             show_samples=self._show_samples,
+            trace=trace,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
         reporter = FailureReporter(config.buffer.failure_limits())

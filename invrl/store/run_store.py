@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
@@ -289,6 +290,12 @@ class RunStore:
         if row is None:
             return None
         return top_from_row(row)
+
+    def turn_traces(self, turn_ids: Sequence[str]) -> dict[str, SpanPlace]:
+        """The spans of those of these turns that have one, by turn id."""
+        sql = "SELECT * FROM turn_traces WHERE turn_id IN (SELECT value FROM json_each(?))"
+        rows = self._db.execute(sql, (json.dumps(list(turn_ids)),))
+        return {turn_id: SpanPlace(trace_id, span_id) for turn_id, trace_id, span_id in rows}
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as

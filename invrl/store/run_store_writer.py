@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from invrl.extra_columns import ExtraNumbers
+from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
@@ -115,11 +116,12 @@ class RunStoreWriter:
         *,
         experts_TLK: RoutedExperts | None = None,
         top: TopLogprobs | None = None,
+        trace: SpanPlace | None = None,
     ) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply last. `tools`: JSON of
         the tools that its conversation was rendered with. Equal tools are stored once, in `tool_lists`, and
         the turn's row has their digest: agents send the same 50 KB with every request. `experts_TLK`
-        and `top`: as in `Rollout.routed_experts` and `Rollout.top_logprobs`."""
+        and `top`: as in `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's span."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -132,6 +134,9 @@ class RunStoreWriter:
         if top is not None:
             add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
             statements.append((add_top, top_values(turn.id, top)))
+        if trace is not None:
+            add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
+            statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:

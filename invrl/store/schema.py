@@ -64,6 +64,9 @@ ADDED_TABLES = {
     # int32 and float32, `width` for each sampled token
     "top_logprobs": """(
   turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL)""",
+    # hexadecimal digits; rows only with OpenTelemetry
+    "turn_traces": """(
+  turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",
 }
 """Tables that earlier stores of this version do not have, with their columns."""
 _ADDED = " ".join(f"CREATE TABLE IF NOT EXISTS {name} {columns};" for name, columns in ADDED_TABLES.items())

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class CriticActor(RankActor["CriticRank"]):
     """The methods are those of `CriticRank`."""
 
+    role = "critic"
+
     def _make(self, port: int) -> CriticRank:
         from invrl.train.critic_rank import CriticRank
 

@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, ParamSpec, TypeVar
+from typing import ClassVar, Generic, ParamSpec, TypeVar
 
 from invrl.file_entry import FileEntries
 from invrl.host.actor_heartbeat import Pulse, pulse
+from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
 from invrl.host.rendezvous import listen
 from invrl.train.rank_settings import RankSettings
@@ -34,6 +35,9 @@ class RankActor(ABC, Generic[RankT]):
     The model is built by `start`, not by the constructor: creating the actor is quick, and all ranks exist
     before they wait for each other.
     """
+
+    role: ClassVar[str]
+    """What the ranks of this group are called in logs."""
 
     def __init__(self, settings: RankSettings) -> None:
         forget_keys()  # the policy loss may be user code
@@ -58,6 +62,8 @@ class RankActor(ABC, Generic[RankT]):
     async def start(self, port: int) -> Pulse:
         """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens. Returns which
         process this is."""
+        if self._settings.log is not None:
+            begin_output(f"{self.role}-rank-{self._settings.rank}", self._settings.log)
         await self._in_worker(self._build, port)
         return pulse()
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.host.log_lines import LogSettings
 from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import Scalar
 from invrl.train.parallel.layout import ParallelLayout
@@ -54,3 +55,5 @@ class RankSettings:
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0
+    log: LogSettings | None = None
+    """What the rank's process logs, and how; None: its loggers stay as they are."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class TrainActor(RankActor["TrainRank"]):
     """Runs all calls but `offer` and `place` in the worker. The methods are those of `TrainRank`."""
 
+    role = "trainer"
+
     def _make(self, port: int) -> TrainRank:
         from invrl.train.rank import TrainRank
 

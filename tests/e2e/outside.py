@@ -2,11 +2,12 @@
 
 `python outside.py URL KEY LOG` waits for the gateway, leases tasks until the run has ended, and writes one
 JSON line per session. The first lease is let run out. Each rollout has a child session, and its second turn a
-reward of its own.
+reward of its own. Its calls are spans of traces of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -14,9 +15,16 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+SPAN_ID = "00f067aa0ba902b7"
 
-def call(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+def trace_id(session_id: str, num_messages: int) -> str:
+    """Of the call with so many messages."""
+    return hashlib.blake2b(f"{session_id} {num_messages}".encode(), digest_size=16).hexdigest()
+
+
+def call(url: str, key: str, body: dict[str, Any], **more_headers: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **more_headers}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -24,7 +32,9 @@ def call(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def ask(session: dict[str, Any], messages: list[dict[str, str]]) -> tuple[str, str]:
     body = {"model": session["model"], "messages": messages}
-    answer = call(session["base_url"] + "/chat/completions", session["key"], body)
+    traceparent = f"00-{trace_id(session['id'], len(messages))}-{SPAN_ID}-01"
+    url = session["base_url"] + "/chat/completions"
+    answer = call(url, session["key"], body, traceparent=traceparent)
     return answer["choices"][0]["message"]["content"], answer["id"].removeprefix("chatcmpl-")
 
 
@@ -72,7 +82,7 @@ def main(base: str, key: str, log: str) -> None:
             try:
                 for session in call(base + "/sessions", key, opening)["sessions"]:
                     ended = rollout(base, session, lease["task"]["payload"]["prompt"])
-                    out.write(json.dumps(ended) + "\n")
+                    out.write(json.dumps({**ended, "key": session["key"]}) + "\n")
             except urllib.error.HTTPError as refused:
                 code = json.load(refused)["error"]["code"]
                 if code not in ("group_dropped", "not_leased", "run_ended"):

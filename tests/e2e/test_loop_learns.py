@@ -7,6 +7,7 @@ Each run is a process of its own: SGLang, router, gateway, Ray, Megatron, all re
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,25 @@ def test_a_run_leaves_what_a_viewer_needs(learned: Path) -> None:
     exported = next((learned / "checkpoints").glob("*/hugging_face"))
     assert AutoModelForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2
     assert any(next((learned / "checkpoints").glob("*/megatron")).iterdir())
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_what_user_code_logs_has_run_and_session_and_no_key(learned: Path) -> None:
+    lines = (learned / "logs" / "rollout-worker-0.log").read_text().splitlines()
+    begins = [line for line in lines if " begins at http" in line]
+    assert len(begins) >= STEPS * 32
+    sessions = {
+        re.search(r" I rollout-worker-0 run=learned session=(ses-\S+) \S+trivial: ", line) for line in begins
+    }
+    assert None not in sessions
+    assert len({found[1] for found in sessions if found}) == len(begins)
+    assert all(line.endswith("with the key (session key)") for line in begins)
+    first_lines = {path: path.read_text()[:500] for path in (learned / "logs").glob("ray/*/worker-*")}
+    processes = [re.search(r"^:process:(\S+) of run learned$", text, re.M) for text in first_lines.values()]
+    assert {found[1] for found in processes if found} == {"trainer-rank-0", "buffer", "rollout-worker-0"}
+    assert None not in processes
+    for path in (learned / "logs").rglob("*"):
+        assert not path.is_file() or b"isk-" not in path.read_bytes(), path
 
 
 @pytest.mark.timeout(DEADLINE_S)

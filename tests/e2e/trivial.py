@@ -7,6 +7,7 @@ tokens, so that there is room to rise and to fall.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from invrl.types import Task
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
+_LOG = logging.getLogger(__name__)
 _WORDS = ("hello", "world", "number", "answer", "question", "fox", "dog", "tool")
 _SYSTEM = "the quick brown fox jumps over the lazy dog. hello world, what is the answer to this question?"
 _SHUFFLE = np.random.default_rng(0)
@@ -36,6 +38,7 @@ def tasks(split: str, seed: int) -> Iterator[Task]:
 async def rollout(task: Task, endpoint: Endpoint) -> float:
     """Two turns of one conversation; the second one's text counts."""
     client, text = endpoint.openai(), ""
+    _LOG.info("%s begins at %s with the key %s", task.id, endpoint.base_url, endpoint.api_key)
     messages: list[ChatCompletionMessageParam] = [
         {"role": "system", "content": _SYSTEM},
         {"role": "user", "content": str(task.payload["prompt"])},

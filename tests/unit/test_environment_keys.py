@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from invrl.engines import masked_logs
 from invrl.host.environment_keys import take_environment_key
 
 KEYS = {"INVRL_ENV_KEY": "env-of-the-user-0123456789", "RAY_AUTH_TOKEN": "token-of-ray-0123456789"}
@@ -118,39 +116,3 @@ def test_a_held_key_is_shown_to_what_is_started_with_it_and_taken_once():
     assert not any(key in told["after"] for key in KEYS.values())
     assert told["taken"] == [KEYS["INVRL_ENV_KEY"], ""]
     assert told["left"] is None
-
-
-SECRET = "0123456789abcdef0123456789abcdef"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"server_args={ {'port': 1, 'api_key': SECRET, 'admin_api_key': SECRET, 'log_level': 'info'} }",
-        f"ServerArgs(port=1, api_key='{SECRET}', admin_api_key='{SECRET}', log_level='info')",
-        f'{{"api_key": "{SECRET}", "admin_api_key": "{SECRET}", "log_level": "info"}}',
-        f"python -m launch --api-key={SECRET} --admin-api-key={SECRET} log_level",
-    ],
-)
-def test_keys_are_masked_in_each_way_that_arguments_are_told(text: str):
-    masked = masked_logs.without_keys(text)
-    assert SECRET not in masked
-    assert masked.count("(not shown)") == 2
-    assert "log_level" in masked
-
-
-def test_what_is_no_key_stays():
-    for text in ("api_key=None", "{'api_key': None, 'a': 1}", "keys: 3", "a prompt about an api key"):
-        assert masked_logs.without_keys(text) == text
-
-
-def test_every_record_of_the_process_is_masked(caplog: pytest.LogCaptureFixture):
-    before = logging.getLogRecordFactory()
-    try:
-        masked_logs.mask_keys_in_logs()
-        with caplog.at_level("INFO"):
-            logging.getLogger("sglang.anything").info("server_args=%s", {"api_key": SECRET, "a": 1})
-            logging.getLogger("sglang.anything").info("%d requests", 3)
-    finally:
-        logging.setLogRecordFactory(before)
-    assert caplog.messages == ["server_args={'api_key': '(not shown)', 'a': 1}", "3 requests"]

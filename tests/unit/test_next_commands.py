@@ -105,7 +105,7 @@ def test_train_prints_them_whatever_ended_it(
 ) -> None:
     folder.store_path.write_bytes(b"")
     monkeypatch.setattr("invrl.cli.commands.train.checked_configuration", lambda arguments, command: config)
-    monkeypatch.setattr("invrl.cli.commands.train.log_to_folder", lambda folder: None)
+    monkeypatch.setattr("invrl.cli.commands.train.log_to_folder", lambda *_, **__: None)
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: code)
     assert cli.main(["train"]) == code
     out = capsys.readouterr().out

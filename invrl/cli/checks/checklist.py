@@ -98,6 +98,7 @@ CHECKS = (
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
+    _of_settings("traces", settings_checks.check_traces, EVERY),
     _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),

@@ -160,6 +160,12 @@ def check_trackers(config: Config) -> object:
     return tracker_checks.check_trackers(config.run)
 
 
+def check_traces(config: Config) -> object:
+    from invrl.observe import trace_checks
+
+    return trace_checks.check_traces(config)
+
+
 def check_saved_batches(config: Config) -> None:
     """The batches and the checkpoint that `--debug-train-only` begins with."""
     from invrl.run.checkpoint import first_checkpoint

@@ -25,7 +25,7 @@ def evaluate(arguments: Sequence[str]) -> None:
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled"""
     config = checked_configuration(arguments, command="eval")
     with hold_run_folder(config, "eval") as folder:
-        log_to_folder(folder)
+        log_to_folder(folder, config, process="supervisor")
         exit_code = supervisor.supervise_once(config, folder, EVALUATION_COMMAND)
         if exit_code:
             raise CommandFailed(exit_code)

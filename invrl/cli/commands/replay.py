@@ -27,7 +27,7 @@ def replay(arguments: Sequence[str]) -> None:
     config = load_resolved(folder.config_path)
     check_model(config)
     with folder.held("replay"):
-        log_to_folder(folder)
+        log_to_folder(folder, config, process="supervisor")
         exit_code = supervisor.supervise_once(config, folder, REPLAY_COMMAND, step)
         if exit_code:
             raise CommandFailed(exit_code)

@@ -18,7 +18,7 @@ def serve(arguments: Sequence[str]) -> None:
     config = checked_configuration(arguments, command="serve")
     # No supervisor: this command starts no Ray, and the kernel (or the guardian) ends what it starts.
     with hold_run_folder(config, "serve") as folder:
-        log_to_folder(folder)
+        log_to_folder(folder, config)
         with failure_reported(folder):
             from invrl.run.serve import serve as serve_model
 

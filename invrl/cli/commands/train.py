@@ -29,7 +29,7 @@ def train(arguments: Sequence[str]) -> None:
     TensorBoard events, the run's store, logs, checkpoints and the report."""
     config = checked_configuration(arguments, command="train")
     with hold_run_folder(config, "train") as folder:
-        log_to_folder(folder)
+        log_to_folder(folder, config, process="supervisor")
         exit_code = supervisor.supervise(config, folder)
         if exit_code != USAGE_EXIT:
             _print_next_commands(config, folder, finished=not exit_code)

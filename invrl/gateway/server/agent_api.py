@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Piece, TurnRequest
+from invrl.host.log_lines import session_of_task
+from invrl.host.traces import Traces
 
 _log = logging.getLogger(__name__)
 _JSON = {"content-type": "application/json"}
@@ -43,19 +46,23 @@ class AgentEndpoint:
     registry: SessionRegistry
     turns: Turns
     settings: GatewaySettings
+    traces: Traces | None = None
+    """None: this gateway sends none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
         try:
             keys = keys_of_request(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
+            session_of_task.set(record.session.id)
             record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
             body = await client.body(
                 limit=self.settings.max_body_bytes, deadline_s=self.settings.body_timeout_s
             )
-            await self._serve(client, record, body)
+            with self._traced(client, record):
+                await self._serve(client, record, body)
         except SessionError as error:
             await self._refuse(client, error)
         except (ServerError, DeadlineError) as error:
@@ -67,6 +74,13 @@ class AgentEndpoint:
             await self._refuse(client, SessionError("internal error", status=500, code="internal_error"))
         finally:
             client.release()
+
+    def _traced(self, client: ClientConnection, record: SessionRecord) -> AbstractContextManager[None]:
+        """The span of the call. It goes on with the client's trace if the client sends `traceparent`."""
+        if self.traces is None:
+            return contextlib.nullcontext()
+        attributes = {"invrl.session": record.session.id}
+        return self.traces.call("agent_call", client.headers.get("traceparent", ""), attributes)
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
         """Samples and sends the answer, and marks it delivered if the client received all of it."""

@@ -19,6 +19,7 @@ from invrl.gateway.server.agent_api import AgentEndpoint, CountEndpoint
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.turns import Turns
+from invrl.host.traces import Traces
 
 _PREFIXES = ("/v1", "/s/{key}/v1")
 
@@ -26,7 +27,14 @@ _PREFIXES = ("/v1", "/s/{key}/v1")
 class AgentRoutes:
     """The dialects of the served model, and their routes."""
 
-    def __init__(self, registry: SessionRegistry, turns: Turns, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        turns: Turns,
+        settings: GatewaySettings,
+        traces: Traces | None = None,
+    ) -> None:
+        self._traces = traces
         self._registry = registry
         self._turns = turns
         self._settings = settings
@@ -54,7 +62,11 @@ class AgentRoutes:
         endpoints: dict[str, ASGIApp] = {}
         for dialect in dialects:
             endpoints[dialect.path] = AgentEndpoint(
-                dialect=dialect, registry=self._registry, turns=self._turns, settings=self._settings
+                dialect=dialect,
+                registry=self._registry,
+                turns=self._turns,
+                settings=self._settings,
+                traces=self._traces,
             )
         endpoints[self._messages.path + "/count_tokens"] = CountEndpoint(
             dialect=self._messages, registry=self._registry, turns=self._turns, settings=self._settings

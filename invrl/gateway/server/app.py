@@ -32,6 +32,7 @@ from invrl.gateway.sessions.lifecycle import Lifecycle
 from invrl.gateway.turns.generation import Sampler
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import MatchLevel
+from invrl.host.traces import Traces
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -72,6 +73,7 @@ def make_app(
     parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
     place: WorkerPlace | None = None,
+    traces: Traces | None = None,
     on_shutdown: Callable[[], Awaitable[object]],
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
@@ -120,7 +122,7 @@ def make_app(
 
     app = _GatewayApp(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.get("/health")(_health)
-    agent_routes = AgentRoutes(registry, turns, settings)
+    agent_routes = AgentRoutes(registry, turns, settings, traces)
     app.sampling_endpoints.update(agent_routes.sampling_endpoints())
     app.router.routes.extend(agent_routes.lookup_routes())
     _add_session_routes(app, settings, lifecycle, metrics, ending)

@@ -20,6 +20,7 @@ from pathlib import Path
 from invrl.errors import ServerError
 from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
 from invrl.host.process import RestartLimit, ServerProcess
 
@@ -150,10 +151,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def main() -> None:
     settings_file, heartbeat_file, *socket_files = sys.argv[1:]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     from invrl.gateway.server.supervisor import supervise
 
     settings = GatewaySettings.model_validate_json(Path(settings_file).read_text())
+    write_log_lines("gateway", settings.log)
     heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
     listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]
     supervise(settings, listener, own_sockets, heartbeats)

@@ -21,6 +21,8 @@ from invrl.gateway.server.app import make_app
 from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.gateway.server.http_protocol import limited_http_protocol
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.log_lines import write_log_lines
+from invrl.host.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
 
 
@@ -37,11 +39,13 @@ def serve(
     """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
     `beat` is called regularly as long as the event loop runs. `run_ended`: whether environments that the run
     did not start are to be told that it has ended."""
+    write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would discard a signal that arrived while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
     store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet = _fleet_client(settings)
+    traces = open_traces(settings.otel_endpoint, service="invrl-gateway", run=settings.run_id)
 
     async def beat_forever() -> None:
         while True:
@@ -57,6 +61,7 @@ def serve(
             parsers=parsers,
             store=store,
             place=place,
+            traces=traces,
             on_shutdown=fleet.close,
             ending=lambda: server.should_exit,
             run_ended=run_ended,
@@ -68,6 +73,7 @@ def serve(
             app,
             access_log=False,
             log_level="warning",
+            log_config=None,  # its records go where ours go
             timeout_graceful_shutdown=3,
             timeout_keep_alive=75,
             proxy_headers=False,
@@ -88,6 +94,8 @@ def serve(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
     store.close()
+    if traces is not None:
+        traces.close()
 
 
 def _fleet_client(settings: GatewaySettings) -> SglangClient:

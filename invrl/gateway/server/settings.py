@@ -5,12 +5,15 @@ import json
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
 from invrl.gateway.config import GatewayConfig
+from invrl.host.log_lines import LogSettings
 
 
 class GatewaySettings(GatewayConfig):
     """The gateway's section of the configuration, and values of other sections that the gateway needs."""
 
     run_id: str = ""
+    log: LogSettings = LogSettings()
+    otel_endpoint: str = ""
     incarnation: str = Field(
         "", description="this incarnation of the run; a gateway that is started again keeps it"
     )

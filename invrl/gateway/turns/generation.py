@@ -24,6 +24,7 @@ from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
+from invrl.host.traces import Attributes, SpanPlace, child_span
 from invrl.routed_experts import RoutedExperts
 from invrl.top_logprobs import TopLogprobs
 from invrl.types import FinishReason, Turn, VersionSpan
@@ -64,6 +65,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """As in `Rollout.routed_experts`."""
     top: TopLogprobs | None = None
     """As in `Rollout.top_logprobs`."""
+    trace: SpanPlace | None = None
+    """The span of the turn, if this process sends traces."""
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
@@ -217,7 +220,8 @@ class Generation:
 
     async def _run(self) -> None:
         try:
-            self._answer = await self._sample_and_record()
+            with child_span("turn", self._attributes()) as trace:
+                self._answer = await self._sample_and_record(trace)
         except asyncio.CancelledError as cancelled:
             _forget_tracebacks(cancelled)
         except InvrlError as error:
@@ -228,19 +232,30 @@ class Generation:
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
             _forget_tracebacks(error)
 
-    async def _sample_and_record(self) -> Answer:
+    def _attributes(self) -> Attributes:
+        """Of the turn's span."""
+        request = self.proposal.request
+        return {
+            "invrl.turn": self.turn_id,
+            "invrl.session": request.routing_key,
+            "invrl.prompt_tokens": len(request.input_ids_T),
+        }
+
+    async def _sample_and_record(self, trace: SpanPlace | None) -> Answer:
         try:
-            result = await self._sample()
+            with child_span("generate"):
+                result = await self._sample()
             last_text = self._text_stream.finish()
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
-            self._commit(self._turn("abort"), self.proposal, self._reply(), Recorded())
+            self._commit(self._turn("abort"), self.proposal, self._reply(), Recorded(trace=trace))
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
-        recorded = Recorded(experts_TLK=result.experts_TLK, top=self._recorded_top())
-        await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
+        recorded = Recorded(experts_TLK=result.experts_TLK, top=self._recorded_top(), trace=trace)
+        with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
+            await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
         stop = ""

@@ -422,6 +422,7 @@ class Turns:
             msgspec.json.encode(proposal.tools),
             experts_TLK=recorded.experts_TLK,
             top=recorded.top,
+            trace=recorded.trace,
         )
         durable = _in_loop(stored, loop)
         if turn.finish_reason == "abort":
