@@ -1,8 +1,8 @@
 """What was said in a rollout: the messages that the agent sent, and the model's replies.
 
 Read from the messages that the gateway records beside each turn's tokens. A turn records only the messages
-that it adds to its parent: the turn that it continues, or the last one that a fork has in common with what was
-recorded. A turn without a parent records all of its messages."""
+that it adds to its parent: the turn that it continues, or the last one that a fork has in common with what
+was recorded. A turn without a parent records all of its messages."""
 
 from dataclasses import dataclass
 
