@@ -24,8 +24,10 @@ import psutil
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_identity import START_VARIABLE, sampling_key
+from invrl.engines.engine_log import log_environment
 from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
+from invrl.host.log_lines import LogSettings
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
 from invrl.host.temporary_folder import TemporaryFolder
@@ -98,8 +100,10 @@ class EngineServer(ServerProcess):
         passthrough: Sequence[str] = (),
         api_key: str | None = None,
         place: "EnginePlace | None" = None,
+        log: LogSettings | None = None,
     ) -> None:
         """`api_key`: None makes a random one. `place`: None for a free port of loopback, and a random key.
+        `log`: None for the defaults.
 
         Raises OSError if somebody listens on the port of the place.
         """
@@ -120,6 +124,9 @@ class EngineServer(ServerProcess):
             MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
+            **log_environment(
+                name, log or LogSettings(), level=_log_level(command), folder=self._temporary.path
+            ),
         }
         if place.key:
             env[START_VARIABLE] = start
@@ -257,6 +264,12 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     core_of_rank = [str(cores[rank % len(cores)]) for rank in range(config.engine_tp_size)]
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
+
+
+def _log_level(command: Sequence[str]) -> str:
+    """The last one counts, as for SGLang."""
+    last = len(command) - 1 - list(reversed(command)).index("--log-level")
+    return command[last + 1]
 
 
 def _command(config: EngineConfig, model_path: Path, port: int, *, host: str = "127.0.0.1") -> list[str]:

@@ -33,6 +33,7 @@ from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.engines.smg import find_smg
 from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
+from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
 from invrl.weights.config import WeightSyncConfig
@@ -73,6 +74,7 @@ class Fleet:
         record_experts: bool = False,
         external_key: str = "",
         traces_endpoint: str = "",
+        log: LogSettings | None = None,
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
@@ -81,7 +83,7 @@ class Fleet:
         exception is one call of an update in which an engine copies or hashes its weights: that may take
         `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
         `external_key`: that of external engines. `traces_endpoint`: where the engines that start here send
-        their spans to; "": nowhere.
+        their spans to; "": nowhere. `log`: how engines that start here log; None for the defaults.
         """
         self._config = engine
         self._model_path = model_path
@@ -97,6 +99,7 @@ class Fleet:
         )
         self._traits = wanted_traits(engine, model_path, in_place=in_place, record_experts=record_experts)
         self._external_key = external_key
+        self._log = log
         self._external_urls = {
             f"external-{index}": url.rstrip("/") for index, url in enumerate(engine.external_engines)
         }
@@ -409,6 +412,7 @@ class Fleet:
                 run_folder=self._run_folder,
                 passthrough=self._sglang_flags,
                 api_key=self.router.engine_api_key,
+                log=self._log,
             )
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name

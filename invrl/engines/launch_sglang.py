@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from invrl.engines.canary_first import put_canaries_first
 from invrl.engines.drain_route import add_drain_route
 from invrl.engines.engine_identity import add_identity_route
+from invrl.engines.engine_log import log_in_lines
 from invrl.engines.engine_spans import FLAG, send_spans_over_http
 from invrl.engines.experts_by_label import answer_with_experts
 from invrl.engines.kv_versions import separate_kv_of_versions
@@ -44,6 +45,8 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
 sglang_on_cpu.make_importable()
 mask_keys_in_logs()
+if __name__ == "__main__":
+    log_in_lines()
 if FLAG in sys.argv:
     send_spans_over_http()
 

@@ -115,6 +115,7 @@ async def start_serving(
             record_experts=config.train.records_experts,
             external_key=engine_key,
             traces_endpoint=traces_endpoint(config.run.otel_endpoint),
+            log=config.run.log_settings(folder.path.name),
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(fleet.start())

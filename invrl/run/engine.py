@@ -40,6 +40,7 @@ async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None
                 run_folder=folder,
                 passthrough=flags,
                 place=place,
+                log=config.run.log_settings(""),
             )
         except OSError as error:
             fix = "choose another port, or 0 for a free one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import pickle
 import time
@@ -24,6 +25,7 @@ from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import ServerError, SessionError
+from invrl.host.log_lines import LogSettings
 from invrl.types import Sampling
 from invrl.weights.in_engine import LoaderRequest
 
@@ -245,15 +247,21 @@ async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """Also in its log, in the lines of our own processes."""
     folder = make_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"no weights")
-    server = EngineServer("engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path)
+    log = LogSettings(run="some-run", format="json")
+    server = EngineServer("engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path, log=log)
     try:
         with pytest.raises(ServerError, match=r"(?i)safetensor|header"):
             server.wait_ready()
     finally:
         server.stop()
     assert not server.alive()
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    assert {line["run"] for line in lines} == {"some-run"}
+    errors = [line for line in lines if line["process"] == "engine-x/scheduler" and line["level"] == "error"]
+    assert any("safetensor" in line["message"].lower() for line in errors), lines
 
 
 @pytest.mark.parametrize("name", ["sglang::scheduler", "sglang::detokenizer"])
