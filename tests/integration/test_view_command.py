@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import PAGES, View, chromium, invrl_view, needs_chromium, viewed
 from recorded_run import RecordedRun, record_run
 from scripted_viewer import HOSTILE
 
 from invrl.gateway.types import Message, ToolCall
 from invrl.reasons import DropReason, FailureReason
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: dev)")
-
-_CHROMIUM = next(
-    (path for path in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(path).exists()), None
-)
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-
-_PAGES = ["overview", "steps", "groups", "rollouts", "tasks", "processes", "ledger", "evaluations", "weights"]
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A run, the URL of its page and a browser's page that keeps what went wrong in it."""
-
-    recorded: RecordedRun
-    url: str
-    page: Any
-    errors: list[str]
-    hosts: set[str]
-
-    def open(self, place: str) -> Any:
-        self.page.goto("about:blank")
-        self.page.goto(f"{self.url.partition('?')[0]}#/{place}")
-        self.page.wait_for_selector("body[data-ready]", state="attached")
-        return self.page
-
-    def wait_for_count(self, count: int) -> None:
-        self.page.wait_for_selector(f".count:text-matches('^{count} rollout')")
+pytestmark = needs_chromium
 
 
 def _fill(recorded: RecordedRun) -> None:
@@ -67,55 +37,25 @@ def _fill(recorded: RecordedRun) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+    with chromium() as launched:
         yield launched
-        launched.close()
-
-
-def _invrl(*arguments: str, cache: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, "-m", "invrl.cli", "view", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
-def view(browser: Any, tmp_path: Path) -> Iterator[View]:
-    recorded = record_run(tmp_path)
-    _fill(recorded)
-    process = _invrl(str(recorded.folder.path), "--no-open", cache=tmp_path / "cache")
-    assert process.stdout is not None
-    try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None, "it printed no URL"
-        page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-        page.set_default_timeout(20_000)
-        seen = View(recorded, found.group(), page, [], set())
-        page.on("console", lambda message: message.type == "error" and seen.errors.append(message.text))
-        page.on("pageerror", lambda error: seen.errors.append(str(error)))
-        page.on("request", lambda request: seen.hosts.add(request.url.split("/")[2]))
-        page.goto(seen.url)
-        page.wait_for_selector("body[data-ready]", state="attached")
-        assert "key=" not in page.url
-        yield seen
-        page.context.close()
-        assert seen.errors == []
-        assert seen.hosts <= {seen.url.split("/")[2], ""}
-    finally:
-        process.terminate()
-        process.wait(30)
+def recorded(tmp_path: Path) -> RecordedRun:
+    run = record_run(tmp_path)
+    _fill(run)
+    return run
+
+
+@pytest.fixture
+def view(browser: Any, recorded: RecordedRun, tmp_path: Path) -> Iterator[View]:
+    with viewed(recorded.folder.path, browser, tmp_path / "cache") as view:
+        yield view
 
 
 def test_every_page_opens_and_hostile_texts_stay_text(view: View) -> None:
-    for place in _PAGES:
-        page = view.open(place)
-        page.wait_for_timeout(300)
-        for summary in page.query_selector_all("main details:not([open]) > summary"):
-            summary.click()
-        assert page.query_selector("[role=alert]") is None, (place, page.inner_text("[role=alert]"))
-        assert page.query_selector("#taken, main script, main style, main link, main img") is None, place
-        assert "taken" not in page.title(), place
-        assert page.is_visible("main"), place
+    view.open_all()
 
 
 def test_a_conversation_with_hostile_calls_and_its_tokens(view: View) -> None:
@@ -180,15 +120,15 @@ def test_every_filter_chooses_the_rows_that_it_names(view: View) -> None:
         assert page.locator(".chip").count() >= 1, filters
 
 
-def test_a_live_run_updates_the_page(view: View) -> None:
+def test_a_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
     page = view.open("rollouts")
     view.wait_for_count(6)
     page.wait_for_timeout(1600)  # The table leaves its reader that long between two changes.
-    view.recorded.add("late", "just now", 1.0, step=3)
+    recorded.add("late", "just now", 1.0, step=3)
     view.wait_for_count(7)
     page = view.open("overview")
     page.wait_for_selector("figure.chart >> nth=0 >> text=0.5")
-    with (view.recorded.folder.path / "metrics.jsonl").open("a") as file:
+    with (recorded.folder.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "time": 104.0, "rollout/reward_mean": 0.875}) + "\n")
     page.wait_for_selector("figure.chart >> nth=0 >> text=0.875")
 
@@ -200,17 +140,15 @@ def test_the_page_is_refused_without_its_key(browser: Any, view: View) -> None:
     page.close()
 
 
-def test_an_export_opens_from_disk(browser: Any, tmp_path: Path) -> None:
-    recorded = record_run(tmp_path)
-    _fill(recorded)
+def test_an_export_opens_from_disk(browser: Any, recorded: RecordedRun, tmp_path: Path) -> None:
     folder = tmp_path / "sent to someone"
-    process = _invrl(str(recorded.folder.path), "--export", str(folder), cache=tmp_path / "cache")
+    process = invrl_view(str(recorded.folder.path), "--export", str(folder), cache=tmp_path / "cache")
     assert process.wait(120) == 0
     page = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True).new_page()
     errors: list[str] = []
     page.on("console", lambda message: message.type == "error" and errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    for place in _PAGES:
+    for place in PAGES:
         page.goto("about:blank")
         page.goto(f"{(folder / 'index.html').as_uri()}#/{place}")
         page.wait_for_selector("body[data-ready]", state="attached")

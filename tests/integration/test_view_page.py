@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from chromium import chromium, needs_chromium
 from recorded_run import record_run
 from scripted_viewer import HOSTILE, PAGE, ROWS, ScriptedViewer
 
@@ -19,12 +20,7 @@ from invrl.gateway.types import Message, ToolCall
 from invrl.viewer.export import export_runs
 from invrl.viewer.viewed_run import ViewedRun, open_runs
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: dev)")
-
-_CHROMIUM = next(
-    (path for path in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(path).exists()), None
-)
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = needs_chromium
 
 _PLACES = [
     "overview",
@@ -43,10 +39,8 @@ _PLACES = [
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
