@@ -24,7 +24,9 @@ from invrl.store.tokenizer_folder import TOKENIZER_NAME
 CONFIG_NAME = "config.resolved.toml"
 LOCK_NAME = "run.lock"
 """Names the process that holds the folder, for as long as that process has locked this file."""
-
+_KERNEL_LOCKS = Path("/proc/locks")
+_LOOKS_FOR_A_LOCK = 3
+"""The kernel tells its locks a page at a time, and leaves one out if another is given up between two pages."""
 
 KEEP_NAME = "keep-model"
 """An empty file in a checkpoint or a saved model. Its weights are not removed: a user knows their path."""
@@ -106,12 +108,15 @@ class RunFolder:
     def is_worked_in(self) -> bool:
         """Whether a command works in the folder now, on this machine. Unlike `is_held` this takes no
         lock, not even for a moment, which a command that begins could meet."""
+        return any(self._is_locked() for _ in range(_LOOKS_FOR_A_LOCK))
+
+    def _is_locked(self) -> bool:
+        """Whether the kernel's list of locks has one that the folder's command holds."""
         lock = self.path / LOCK_NAME
         try:
             inode = lock.stat().st_ino
             words = lock.read_text(errors="replace").split()
-            with open("/proc/locks") as locks:
-                held = [line.split() for line in locks]
+            held = [line.split() for line in _KERNEL_LOCKS.read_text().splitlines()]
         except OSError:
             return False
         holder = words[1] if len(words) > 1 else ""

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Each in a session of its own: the kernel ends a stopped process whose session loses its leader."""
     made: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
@@ -35,7 +36,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
             subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             )
         )  # fmt: skip
         return made[-1]

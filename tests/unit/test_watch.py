@@ -25,6 +25,7 @@ from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
 from invrl.observe.run_status import RunReader
 from invrl.observe.watch_screen import ScreenSize, duration, screen
 from invrl.reasons import FailureReason
+from invrl.store import run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.schema import connect
 from invrl.store.timeline_file import (
@@ -234,6 +235,22 @@ def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
         with (folder.path / "run.lock").open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert not folder.is_worked_in()
+
+
+def test_a_list_of_locks_that_lacks_one_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Incomplete:
+        lists = 0
+
+        def read_text(self) -> str:
+            self.lists += 1
+            return Path("/proc/locks").read_text() if self.lists == 2 else ""
+
+    folder = filled_run(tmp_path)
+    monkeypatch.setattr(run_folder, "_KERNEL_LOCKS", Incomplete())
+    with folder.held("train"):
+        assert folder.is_worked_in()
 
 
 @pytest.mark.parametrize(
