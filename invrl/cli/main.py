@@ -67,7 +67,7 @@ COMMANDS = {
         "verify_weights", "verify_weights", "compare what a running run's engines hold with what was sent"
     ),
     "bench": Command("bench", "bench", "measure the trainer, or updates of weights, on this machine"),
-    "report": Command("report", "report", "draw the reward curve of a run folder"),
+    "report": Command("report", "report", "write what a run did as one HTML page, and its reward curve"),
 }
 INNER_COMMANDS = {
     INCARNATION_COMMAND: Command("train", "run_incarnation_in_folder"),
