@@ -10,18 +10,19 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.distributed import ProcessGroup, all_reduce
 
+from invrl.train import device
 from invrl.train.context_share import ContextShare
 from invrl.train.micro_batch import MicroBatch
 
 
 def own_share(micro_batch: MicroBatch) -> ContextShare:
-    """This rank's, which tensor-parallel ranks can divide."""
+    """This rank's, filled up so that tensor-parallel ranks can divide it and attention has whole tiles."""
     group = _group()
     return ContextShare.of(
         micro_batch,
         rank=group.rank(),
         ranks=group.size(),
-        multiple=parallel_state.get_tensor_model_parallel_world_size(),
+        multiple=device.tokens_multiple(parallel_state.get_tensor_model_parallel_world_size()),
     )
 
 

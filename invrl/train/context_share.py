@@ -30,7 +30,7 @@ class ContextShare:
 
     @staticmethod
     def of(micro_batch: MicroBatch, *, rank: int, ranks: int, multiple: int) -> "ContextShare":
-        """`multiple`: of which each rank's number of tokens must be one (of tensor-parallel ranks)."""
+        """`multiple`: of which each rank's number of tokens must be one (`device.tokens_multiple`)."""
         owner_P = _owners(micro_batch.blocks, ranks)
         num_owned = np.bincount(owner_P, minlength=ranks)
         size = -(-int(num_owned.max()) // multiple) * multiple

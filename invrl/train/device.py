@@ -8,6 +8,7 @@ distributed optimizer loads torch's AdamW (`adamw_steps.py`). Other repairs are 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 
 from invrl import metrics
 from invrl.train.adamw_steps import repair_distributed_optimizer
-from invrl.train.kernels import SMALLEST_FLEX_HEAD
+from invrl.train.kernels import FLEX_TILE, SMALLEST_FLEX_HEAD
 from invrl.train.logit_blocks import BLOCK_BYTES
 from invrl.train.megatron_on_cpu import replace_cuda
 from invrl.train.megatron_repairs import ignore_known_warnings, repair_megatron
@@ -49,6 +51,15 @@ def groups_connect_late() -> bool:
     return on_cuda()
 
 
+def to_device(array: NDArray[Any], target: torch.device) -> torch.Tensor:
+    """The array on the target. A GPU copies it while the host goes on: the copy starts from page-locked
+    memory, which torch keeps until the copy has been made. On a CPU the tensor shares the array's memory."""
+    tensor = torch.from_numpy(array)
+    if target.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of attention under the compute dtype. On CPU the backward pass of torch's flash kernel is
     twice as fast in float32 as in bfloat16."""
@@ -60,6 +71,15 @@ def attends_in_one_kernel(head_dim: int) -> bool:
     call per block. torch has the kernel's backward pass on a GPU only, for heads of 16 dimensions and more.
     `head_dim`: of queries or values, whichever is smaller."""
     return on_cuda() and head_dim >= SMALLEST_FLEX_HEAD
+
+
+def tokens_multiple(tensor_ranks: int) -> int:
+    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens, so that tensor-parallel
+    ranks can divide it. On a GPU it is whole tiles of attention, too, and no layer has to pad its queries and
+    keys."""
+    if on_cuda():
+        return math.lcm(tensor_ranks, FLEX_TILE)
+    return tensor_ranks
 
 
 def logit_block_bytes() -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 SMALLEST_FLEX_HEAD = 16
 """Fewest dimensions of a head that torch's FlexAttention has a kernel for."""
+FLEX_TILE = 128
+"""Queries and keys of one tile of FlexAttention's mask."""
 _FUSED_ADAM = {"transformer_engine": "TransformerEngine's FusedAdam", "apex": "Apex's FusedAdam"}
 """Package -> the optimizer that Megatron takes from the first of them that is installed."""
 

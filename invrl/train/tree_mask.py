@@ -2,7 +2,8 @@
 
 A packed row is prefix trees in depth-first order, so the tokens that see a token are the ones from its own
 place to the last of its descendants (`MicroBatch.ends_P`). The kernel asks that of the pairs in those tiles
-of the mask that are neither empty nor full, and leaves the empty ones out. torch computes the backward pass
+of the mask that are neither empty nor full, and leaves the empty ones out. Queries and keys are padded to whole
+tiles, so that one compiled kernel serves every length; on a GPU the micro-batch is so already. torch computes the backward pass
 on a GPU only; on a CPU `attention.py` has one SDPA call per block of the row instead.
 """
 
@@ -17,12 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from invrl.train import device
 from invrl.train.context_share import ContextShare
+from invrl.train.device import to_device
+from invrl.train.kernels import FLEX_TILE
 
-TILE = 128
-"""Queries and keys of one tile. Both are padded to a multiple, so that one compiled kernel serves every
-length."""
-_QUERIES_AT_ONCE = 8 * TILE
-"""Bounds what is in memory while the mask's tiles are found."""
 _SEES_NOTHING = -1
 _SEEN_BY_NONE = 2**31 - 1
 
@@ -43,8 +41,8 @@ class TreeMask:
         keys_K = np.arange(len(micro_batch.tokens_P))
         if share.gathered_P is not None:
             keys_K[share.gathered_P] = np.arange(len(keys_K))
-        num_queries = _multiple_of_tile(len(share.places_Q))
-        num_keys = _multiple_of_tile(len(keys_K))
+        num_queries = FLEX_TILE * _num_tiles(len(share.places_Q))
+        num_keys = FLEX_TILE * _num_tiles(len(keys_K))
         first_positions_Q = np.zeros_like(share.positions_Q)
         if window is not None:
             first_positions_Q = share.positions_Q - window + 1
@@ -55,7 +53,20 @@ class TreeMask:
             end_K=_padded_indices(micro_batch.ends_P[keys_K], num_keys, 0, target),
             position_K=_padded_indices(micro_batch.positions_P[keys_K], num_keys, 0, target),
         )
-        return TreeMask(_block_mask(sees, num_queries, num_keys, target))
+        is_seen, is_full = _tiles(share, keys_K, window)
+        partial_counts, partial_tiles = _tiles_by_row(is_seen & ~is_full, target)
+        full_counts, full_tiles = _tiles_by_row(is_full, target)
+        return TreeMask(
+            BlockMask.from_kv_blocks(
+                partial_counts,
+                partial_tiles,
+                full_counts,
+                full_tiles,
+                BLOCK_SIZE=FLEX_TILE,
+                mask_mod=sees,
+                seq_lengths=(num_queries, num_keys),
+            )
+        )
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
@@ -67,9 +78,8 @@ class TreeMask:
             _padded(queries, num_queries),
             _padded(keys, num_keys),
             _padded(values, num_keys),
-            block_mask=self.mask,
-            scale=scale,
-            enable_gqa=True,
+            self.mask,
+            scale,
         )
         return output[:, :, : queries.shape[2]]
 
@@ -95,39 +105,56 @@ def _sees(
     return sees
 
 
-def _block_mask(sees: _Sees, num_queries: int, num_keys: int, target: torch.device) -> BlockMask:
-    """As torch's `create_block_mask`, which has the mask of all pairs in memory at once."""
-    none = torch.zeros((), dtype=torch.int32, device=target)
-    key_K = torch.arange(num_keys, device=target)
-    are_seen: list[torch.Tensor] = []
-    are_full: list[torch.Tensor] = []
-    for start in range(0, num_queries, _QUERIES_AT_ONCE):
-        query_Q = torch.arange(start, min(start + _QUERIES_AT_ONCE, num_queries), device=target)
-        seen_QK = sees(none, none, query_Q[:, None], key_K[None, :])
-        tiles = seen_QK.view(-1, TILE, num_keys // TILE, TILE)
-        are_seen.append(tiles.any(dim=3).any(dim=1))
-        are_full.append(tiles.all(dim=3).all(dim=1))
-    is_seen = torch.cat(are_seen)
-    is_full = torch.cat(are_full)
-    partial_counts, partial_tiles = _tiles_by_row(is_seen & ~is_full)
-    full_counts, full_tiles = _tiles_by_row(is_full)
-    return BlockMask.from_kv_blocks(
-        partial_counts,
-        partial_tiles,
-        full_counts,
-        full_tiles,
-        BLOCK_SIZE=TILE,
-        mask_mod=sees,
-        seq_lengths=(num_queries, num_keys),
-    )
+def _tiles(
+    share: ContextShare, keys_K: NDArray[np.int64], window: int | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which tiles [rows, columns] may have a pair that is seen, and in which all pairs are seen.
+
+    Places of queries ascend, so the queries that see a key, apart from the window, are a range of them.
+    Without a window both answers are exact. With one, a tile may be named that has no such pair.
+    """
+    micro_batch = share.micro_batch
+    num_rows = _num_tiles(len(share.places_Q))
+    num_columns = _num_tiles(len(keys_K))
+    first_K = np.searchsorted(share.places_Q, keys_K)
+    end_K = np.searchsorted(share.places_Q, micro_batch.ends_P[keys_K])
+    column_K = np.arange(len(keys_K)) // FLEX_TILE
+    # A key adds 1 to the rows of tiles that have a query of its range: at their first, and off after the last.
+    changes = np.zeros((num_rows + 1, num_columns), np.int64)
+    is_seen_K = first_K < end_K
+    np.add.at(changes, (first_K[is_seen_K] // FLEX_TILE, column_K[is_seen_K]), 1)
+    np.add.at(changes, ((end_K[is_seen_K] - 1) // FLEX_TILE + 1, column_K[is_seen_K]), -1)
+    is_seen = changes.cumsum(axis=0)[:-1] > 0
+    row_starts = np.arange(num_rows)[:, None] * FLEX_TILE
+    last_first = _by_tile(np.maximum, first_K, num_columns, filler=_SEEN_BY_NONE)
+    first_end = _by_tile(np.minimum, end_K, num_columns, filler=0)
+    is_full = (last_first <= row_starts) & (row_starts + FLEX_TILE <= first_end)
+    if window is not None:
+        positions_K = micro_batch.positions_P[keys_K]
+        nearest_query = _by_tile(np.minimum, share.positions_Q, num_rows, filler=_SEEN_BY_NONE)
+        farthest_query = _by_tile(np.maximum, share.positions_Q, num_rows, filler=0)
+        last_key = _by_tile(np.maximum, positions_K, num_columns, filler=0)
+        first_key = _by_tile(np.minimum, positions_K, num_columns, filler=_SEEN_BY_NONE)
+        is_seen &= nearest_query[:, None] - last_key < window
+        is_full &= farthest_query[:, None] - first_key < window
+    return is_seen, is_full
 
 
-def _tiles_by_row(is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_tile(
+    reduce: np.ufunc, values: NDArray[np.int64], num_tiles: int, *, filler: int
+) -> NDArray[np.int64]:
+    """`reduce` over the values of each tile, the last of which is filled up."""
+    padded = np.full(num_tiles * FLEX_TILE, filler, np.int64)
+    padded[: len(values)] = values
+    return reduce.reduce(padded.reshape(num_tiles, FLEX_TILE), axis=1)
+
+
+def _tiles_by_row(is_chosen: NDArray[np.bool_], target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row of tiles [1, 1, rows] how many are chosen, and [1, 1, rows, columns] the columns of these
     in ascending order, then those of the others."""
-    counts = is_chosen.sum(dim=-1, dtype=torch.int32)
-    columns = is_chosen.int().argsort(dim=-1, descending=True, stable=True).int()
-    return counts[None, None], columns[None, None]
+    counts = is_chosen.sum(axis=1, dtype=np.int32)
+    columns = (~is_chosen).argsort(axis=1, kind="stable").astype(np.int32)
+    return to_device(counts[None, None], target), to_device(columns[None, None], target)
 
 
 @functools.cache
@@ -135,11 +162,23 @@ def _compiled_attention() -> Callable[..., torch.Tensor]:
     """Compiled when it is first called, into Triton's kernels on a GPU. On a CPU torch computes it from the
     whole matrix of scores, and without a backward pass: that is for tests."""
     backend = "inductor" if device.on_cuda() else "eager"
-    return torch.compile(flex_attention, dynamic=True, backend=backend)
+    return torch.compile(_attend, dynamic=True, backend=backend)
 
 
-def _multiple_of_tile(length: int) -> int:
-    return -(-length // TILE) * TILE
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask, scale: float
+) -> torch.Tensor:
+    """The checks tell the compiler that no tile is cut off by the end of the row: the kernel then compares no
+    index with the length."""
+    for tensor in (queries, keys, values):
+        torch._check(tensor.shape[2] % FLEX_TILE == 0)
+    output = flex_attention(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=True)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def _num_tiles(length: int) -> int:
+    return -(-length // FLEX_TILE)
 
 
 def _padded_indices(
@@ -147,7 +186,7 @@ def _padded_indices(
 ) -> torch.Tensor:
     padded = np.full(length, filler, np.int32)
     padded[: len(values)] = values
-    return torch.from_numpy(padded).to(target)
+    return to_device(padded, target)
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -6,26 +6,33 @@ there although it has one: `forward_and_backward` lifts that check. The compiled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_context_share import shares_of, sights
 from test_packing import rows
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext
+from torch._inductor.sizevars import statically_known_true
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._sympy.functions import Mod
 
-from invrl.train import device
+from invrl.train import device, tree_mask
 from invrl.train.context_share import ContextShare
+from invrl.train.kernels import FLEX_TILE
 from invrl.train.micro_batch import AttentionBlock, MicroBatch, Row
 from invrl.train.packing import pack
 from invrl.train.sliding_window import windowed
-from invrl.train.tree_mask import TILE, TreeMask, _compiled_attention
+from invrl.train.tree_mask import TreeMask, _compiled_attention
 
 if TYPE_CHECKING:
     from invrl.train.attention import RowAttention
@@ -100,12 +107,16 @@ def test_tiles_are_those_that_torch_finds(ranks: int, window: int | None) -> Non
         assert isinstance(mask.seq_lengths, tuple)
         num_queries, num_keys = mask.seq_lengths
         expected = create_block_mask(mask.mask_mod, None, None, num_queries, num_keys, device="cpu")
-        assert (mask.to_dense() == expected.to_dense()).all()
+        is_computed = mask.to_dense().bool()
+        is_seen = expected.to_dense().bool()
+        assert is_computed[is_seen].all(), "every tile with a pair that is seen is computed"
+        if window is None:
+            assert (is_computed == is_seen).all(), "and no other"
         assert mask.full_kv_num_blocks is not None
         assert expected.full_kv_num_blocks is not None
         assert (mask.full_kv_num_blocks == expected.full_kv_num_blocks).all()
-        num_tiles = num_queries * num_keys // TILE**2
-        assert 0 < int(mask.to_dense().sum()) < num_tiles, "some are left out"
+        num_tiles = num_queries * num_keys // FLEX_TILE**2
+        assert 0 < int(is_computed.sum()) < num_tiles, "some are left out"
 
 
 def forward_and_backward(
@@ -183,6 +194,32 @@ def test_few_kernels_serve_all_lengths() -> None:
         for window in (None, 64):
             TreeMask.of(share, window, CPU).attend(queries, queries, queries, scale=SCALE)
     assert counters["stats"]["unique_graphs"] <= 3
+
+
+def test_the_compiler_knows_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch's kernel compares every index with the length."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    known: list[bool] = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        fake_mode = TracingContext.get().fake_mode
+        assert fake_mode is not None
+        for node in graph.graph.nodes:
+            if node.name.startswith("flex_attention"):
+                for tensor in node.args[:3]:
+                    length = tensor.meta["val"].shape[2].node.expr
+                    is_whole = sympy.Eq(Mod(length, FLEX_TILE), 0)
+                    known.append(statically_known_true(fake_mode.shape_env, is_whole))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    compiled = torch.compile(tree_mask._attend, dynamic=True, backend=backend)
+    monkeypatch.setattr(tree_mask, "_compiled_attention", lambda: compiled)
+    for share in shares_of(forest(), 2):
+        forward_and_backward(TreeMask.of(share, None, CPU), share, CPU, torch.float32)
+    assert known
+    assert all(known)
 
 
 @pytest.mark.gpu
