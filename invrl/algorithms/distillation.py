@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import torch
-
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import TEACHER_COLUMN
 from invrl.algorithms.old_policy import old_logprobs
@@ -36,7 +34,5 @@ def distillation_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput
             )
         teacher_N = inputs.rollout_N  # no token
     reverse_kl_N = old_logprobs(inputs, config.old_logprobs) - teacher_N
-    outputs = policy_loss(replace(inputs, advantages_N=-reverse_kl_N), config)
-    with torch.no_grad():
-        means = {"reverse_kl": reverse_kl_N, "teacher_logprob": teacher_N}
-        return LossOutputs(loss=outputs.loss, metrics={**outputs.metrics, **token_metrics(means, {})})
+    means = {"reverse_kl": reverse_kl_N, "teacher_logprob": teacher_N}
+    return policy_loss(replace(inputs, advantages_N=-reverse_kl_N), config, more_means=means)

@@ -7,13 +7,15 @@ may have several rows, in several micro-batches and on several ranks; what is kn
 with its rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from invrl.metrics import Max, Mean, Metric
+from invrl.metrics import Max, Mean, Metric, Sum
 from invrl.types import TrainedCounts
 
 
@@ -153,22 +155,49 @@ class LossOutputs:
     """To be merged over micro-batches, ranks and steps."""
 
 
-def token_metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Means and maxima over the tokens, [N] each, with one transfer to the host for all of them.
+def token_metrics(
+    means: Mapping[str, Tensor],
+    maxima: Mapping[str, Tensor],
+    sums: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Mapping[str, Metric]:
+    """Means and maxima over the tokens, [N] each, and sums over whatever has them.
 
-    Maxima are of numbers >= 0, so the maximum of no tokens is 0.
+    Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to the host in one transfer,
+    when one of them is first read: until then the host does not wait for a GPU.
     """
-    num_tokens = next(iter(means.values())).numel()
-    reduced: list[Tensor] = []
-    for tensor in means.values():
-        reduced.append(tensor.detach().double().sum())
-    for tensor in maxima.values():
-        zero = tensor.new_zeros(1).double()
-        reduced.append(torch.cat([tensor.detach().double(), zero]).max())
-    numbers = torch.stack(reduced).tolist()
-    metrics: dict[str, Metric] = {}
-    for name, total in zip(means, numbers[: len(means)], strict=True):
-        metrics[name] = Mean(total, num_tokens)
-    for name, maximum in zip(maxima, numbers[len(means) :], strict=True):
-        metrics[name] = Max(maximum)
-    return metrics
+    return _TokenMetrics(means, maxima, sums)
+
+
+class _TokenMetrics(Mapping[str, Metric]):
+    def __init__(
+        self, means: Mapping[str, Tensor], maxima: Mapping[str, Tensor], sums: Mapping[str, Tensor]
+    ) -> None:
+        self._makers: dict[str, Callable[[float], Metric]] = {}
+        reduced: list[Tensor] = []
+        for name, tensor in means.items():
+            self._makers[name] = partial(Mean, weight=tensor.numel())
+            reduced.append(tensor.detach().double().sum())
+        for name, tensor in maxima.items():
+            self._makers[name] = Max
+            zero = tensor.new_zeros(1).double()
+            reduced.append(torch.cat([tensor.detach().double(), zero]).max())
+        for name, tensor in sums.items():
+            self._makers[name] = Sum
+            reduced.append(tensor.detach().double().sum())
+        self._numbers = torch.stack(reduced)
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @cached_property
+    def _metrics(self) -> dict[str, Metric]:
+        numbers = self._numbers.tolist()
+        return {
+            name: make(number) for (name, make), number in zip(self._makers.items(), numbers, strict=True)
+        }

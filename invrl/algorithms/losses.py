@@ -26,6 +26,8 @@ rows were split.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -40,12 +42,14 @@ from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.router_shift import log_weights, router_means
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
-from invrl.metrics import Metric, Sum
+from invrl.metrics import Metric
 from invrl.types import SOLVED_NUMBER
 
 
-def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
-    """The loss in the module's docstring.
+def policy_loss(
+    inputs: LossInputs, config: AlgorithmConfig, *, more_means: Mapping[str, Tensor] = MappingProxyType({})
+) -> LossOutputs:
+    """The loss in the module's docstring. `more_means`: numbers [N] whose means are metrics, too.
 
     Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies,
     router_shift_floor > 0 without the routers' shift, solved_nll_coef > 0 for rows that do not say whether
@@ -80,24 +84,26 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         losses_N = losses_N - config.entropy_coef * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
-    metrics_of_lengths: dict[str, Metric] = {}
+    sums: dict[str, Tensor] = {}
     if config.length_weighting != "none":
-        weight_R, metrics_of_lengths = _weighted_by_length(weight_R, losses_N, inputs)
+        weight_R, sums = _weighted_by_length(weight_R, losses_N, inputs)
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
-    metrics_of_solved: dict[str, Metric] = {}
+    means_of_solved: dict[str, Tensor] = {}
     if config.solved_nll_coef:
-        nll, metrics_of_solved = _solved_nll(inputs)
+        nll, means_of_solved = _solved_nll(inputs)
         loss = loss + config.solved_nll_coef * nll
 
     with torch.no_grad():
         means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means, **means_of_routers}
-        metrics = _metrics(inputs, old_N, correction, config, means=means, maxima={"ratio_max": ratio_N})
-    return LossOutputs(loss=loss, metrics={**metrics, **metrics_of_lengths, **metrics_of_solved})
+        means |= {**means_of_solved, **more_means}
+        maxima = {"ratio_max": ratio_N}
+        metrics = _metrics(inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums)
+    return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _weighted_by_length(
     weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
-) -> tuple[Tensor, dict[str, Metric]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The aggregation's weights [R] times those of the rollouts' lengths f, and the micro-batch's part of
 
         dL/dlambda = sum_t a_t l_t df_t/dlambda
@@ -110,10 +116,10 @@ def _weighted_by_length(
         raise ValueError(f"length_weighting is set but rows have no number {LENGTH_WEIGHT!r}")
     slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
     gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
-    return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: Sum(float(gradient))}
+    return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: gradient}
 
 
-def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Metric]]:
+def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all rollouts of
     the mini-batch that solved their task, of which this is the micro-batch's part.
 
@@ -128,7 +134,7 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Metric]]:
     is_solved_N = inputs.rows.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
     nll_N = -inputs.current_N.masked_select(is_solved_N)
     loss = nll_N.sum() / max(inputs.denominators.solved_tokens, 1.0)
-    return loss, token_metrics({"solved_nll": nll_N}, {})
+    return loss, {"solved_nll": nll_N}
 
 
 def _kl_term(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -165,8 +171,9 @@ def _metrics(
     *,
     means: dict[str, Tensor],
     maxima: dict[str, Tensor],
-) -> dict[str, Metric]:
-    """Those of the axes besides `means` and `maxima`, [N] each."""
+    sums: dict[str, Tensor],
+) -> Mapping[str, Metric]:
+    """Those of the axes besides `means`, `maxima` and `sums`."""
     rollout_N = inputs.rollout_N
     gap_N = (old_N - rollout_N).abs()
     means = {
@@ -185,9 +192,9 @@ def _metrics(
         means["kl_clamped_fraction"] = _divergence(inputs, policy_N, config).abs() > bound
     if inputs.entropy_N is not None:
         means["entropy"] = inputs.entropy_N
-    metrics = token_metrics(means, {**maxima, "logprob_gap_max": gap_N})
+    maxima = {**maxima, "logprob_gap_max": gap_N}
     if inputs.after_update_N is not None:
         gaps = gap_N[inputs.after_update_N]
-        spanning = token_metrics({"mean": gaps}, {"max": gaps})
-        metrics |= {f"logprob_gap_after_update_{name}": metric for name, metric in spanning.items()}
-    return metrics
+        means["logprob_gap_after_update_mean"] = gaps
+        maxima["logprob_gap_after_update_max"] = gaps
+    return token_metrics(means, maxima, sums)

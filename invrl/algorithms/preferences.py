@@ -13,18 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from invrl.algorithms import preference_losses
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
+from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, token_metrics
 from invrl.algorithms.mismatched_rows import MISMATCHED
 from invrl.algorithms.preference_losses import PairLosses, RowSums
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
-from invrl.metrics import Mean, Metric
 
 CHOSEN = "chosen"
 DESIRABLE = "desirable"
@@ -50,7 +48,7 @@ class PairObjective:
             **_rewards_and_logprobs(inputs, chosen_R, CHOSEN),
             **_rewards_and_logprobs(inputs, ~chosen_R, "rejected"),
         }
-        return LossOutputs(loss=_coupled_loss(inputs), metrics=_row_means(means))
+        return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
         """Raises TrainError for rows that are not pairs."""
@@ -114,7 +112,7 @@ class KtoObjective:
             **_rewards_and_logprobs(inputs, desirable_R, DESIRABLE),
             **_rewards_and_logprobs(inputs, undesirable_R, "undesirable"),
         }
-        return LossOutputs(loss=_coupled_loss(inputs), metrics=_row_means(means))
+        return LossOutputs(loss=_coupled_loss(inputs), metrics=token_metrics(means, {}))
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
         """Raises TrainError for rows without a label, or without mismatched rows."""
@@ -216,12 +214,3 @@ def _rewards_and_logprobs(inputs: LossInputs, rows_R: Tensor, side: str) -> dict
     """Of the rows on one side: implicit rewards, and sums of log-probs in nats."""
     sums_R = inputs.rows.sum(inputs.current_N.detach())
     return {f"reward_{side}": inputs.numbers["reward"][rows_R], f"logprob_{side}": sums_R[rows_R]}
-
-
-def _row_means(values: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """The mean of each tensor over its own rows."""
-    totals = torch.stack([tensor.double().sum() for tensor in values.values()]).tolist()
-    return {
-        name: Mean(total, tensor.numel())
-        for (name, tensor), total in zip(values.items(), totals, strict=True)
-    }

@@ -20,7 +20,7 @@ def complete_states(adamw: torch.optim.AdamW) -> None:
     for group in adamw.param_groups:
         for parameter in group["params"]:
             state = adamw.state[parameter]
-            if not state:
+            if "step" not in state:
                 step_device = parameter.device if group.get("fused") else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -46,13 +46,7 @@ def repair_distributed_optimizer() -> None:
     set_states = owner._set_main_param_and_optimizer_states
 
     def state_dict_with_steps(self: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state[parameter]
-                if "step" not in state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        complete_states(self.optimizer)
         return state_dict(self)
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> Any:

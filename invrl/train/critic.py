@@ -6,7 +6,7 @@ optimizer step per mini-batch, in the micro-batches of the policy. Imported afte
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from invrl.train.critic_model import CriticModel, build_critic, critic_shape
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.megatron_args import MegatronOptions
 from invrl.train.micro_batch import MicroBatch
+from invrl.train.nonfinite_steps import nonfinite
 from invrl.train.optimizer import apply_gradients, distribute, make_schedule
 from invrl.train.process_group import any_rank
 from invrl.train.rank_settings import RankSettings
@@ -110,7 +111,7 @@ class Critic:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        bad_losses: list[float] = []
+        losses: list[torch.Tensor] = []
 
         def forward_step(work: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
             item = next(work)
@@ -118,20 +119,21 @@ class Critic:
             if isinstance(output, torch.Tensor):
                 return output, None  # hidden states for the next chunk
 
-            def compute_loss(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
+            def compute_loss(
+                values_N: torch.Tensor,
+            ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
                 outputs = value_loss(
                     values_N, item.old_N, item.returns_N, clip=self.value_clip, tokens=item.tokens
                 )
-                value = float(outputs.loss.detach())
-                if not math.isfinite(value):
-                    bad_losses.append(value)
-                return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
+                losses.append(outputs.loss.detach())
+                return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
 
             return output[0], compute_loss
 
         work = [_work(micro_batch, targets) for micro_batch in packed.micro_batches]
         loss_metrics = run_schedule(self.chunks, forward_step, work, forward_only=False)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        bad_losses = nonfinite(losses)
         grad_norm = math.nan
         if not any_rank(bool(bad_losses)):
             grad_norm = apply_gradients(self.optimizer)

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -74,9 +75,8 @@ def attends_in_one_kernel(head_dim: int) -> bool:
 
 
 def tokens_multiple(tensor_ranks: int) -> int:
-    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens, so that tensor-parallel
-    ranks can divide it. On a GPU it is whole tiles of attention, too, and no layer has to pad its queries and
-    keys."""
+    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens, which tensor-parallel
+    ranks can divide. On a GPU it is whole tiles of attention, too, so that no layer pads queries and keys."""
     if on_cuda():
         return math.lcm(tensor_ranks, FLEX_TILE)
     return tensor_ranks
@@ -119,9 +119,8 @@ def make_deterministic() -> None:
 
 
 def fuse_adam(optimizer: ChainedOptimizer) -> None:
-    """On CPU torch's AdamW makes one pass over memory per operation unless it is asked to fuse them."""
-    if on_cuda():
-        return
+    """torch's AdamW makes one pass over memory per operation unless it is asked to fuse them. Optimizers of
+    TransformerEngine and Apex are fused already."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -155,6 +154,37 @@ def _rng_tracker() -> Any:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker()
+
+
+class Stopwatch:
+    """Adds up the seconds of blocks: on a CPU those of the host, on a GPU those between two places in the
+    work that it is given, for which the host does not wait."""
+
+    def __init__(self) -> None:
+        self._host_seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if not on_cuda():
+            started = time.monotonic()
+            yield
+            self._host_seconds += time.monotonic() - started
+            return
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
+
+    def seconds(self) -> float:
+        """Of all blocks so far. Waits until a GPU has finished them."""
+        gpu_seconds = 0.0
+        for start, end in self._events:
+            end.synchronize()
+            gpu_seconds += start.elapsed_time(end) / 1000
+        return self._host_seconds + gpu_seconds
 
 
 @contextmanager

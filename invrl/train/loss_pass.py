@@ -1,22 +1,25 @@
 """The loss of a mini-batch in Megatron's schedule: its gradients, or its metrics alone.
 
+No number is read from the device before the last micro-batch has been given to it, so the host prepares the
+next micro-batches while a GPU computes.
+
 Imported after `device.prepare()`.
 """
 
-import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from invrl.algorithms.loss_inputs import LossOutputs
 from invrl.algorithms.objectives import check_outputs
 from invrl.interfaces import Objective
 from invrl.metrics import Metric, Sum
 from invrl.train import device
 from invrl.train.loss_work import LossWork
+from invrl.train.nonfinite_steps import nonfinite
 from invrl.train.schedule import run_schedule
 from invrl.train.step_place import StepProgress
 
@@ -32,9 +35,11 @@ class LossPass:
     records_logprobs: bool
     progress: StepProgress | None = None
     bad_losses: list[float] = field(default_factory=list, init=False)
-    """Losses on this rank that are not finite."""
-    seconds: float = field(default=0.0, init=False)
-    """Spent on the losses."""
+    """Losses on this rank that are not finite, once all are computed."""
+    stopwatch: device.Stopwatch = field(default_factory=device.Stopwatch, init=False)
+    """Runs while a loss is computed."""
+    _losses: list[torch.Tensor] = field(default_factory=list, init=False)
+    """A scalar for each micro-batch, on the device."""
     current: list[torch.Tensor] = field(default_factory=list, init=False)
     """The policy's log-probs [N] of each micro-batch, if they are recorded."""
 
@@ -43,15 +48,20 @@ class LossPass:
 
         Returns the metrics of each micro-batch.
         """
-        return run_schedule(self.chunks, self._forward_step, work, forward_only=False, progress=self.progress)
+        metrics = run_schedule(
+            self.chunks, self._forward_step, work, forward_only=False, progress=self.progress
+        )
+        self.bad_losses = nonfinite(self._losses)
+        return [dict(part) for part in metrics]
 
     def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
         """Of each micro-batch, without gradient. `loss` is the objective's own metric of that name, and its
         loss where it has none."""
         with torch.no_grad():
-            return run_schedule(
+            outputs: list[LossOutputs] = run_schedule(
                 self.chunks, self._evaluation_step, work, forward_only=True, progress=self.progress
             )
+        return [{"loss": Sum(float(part.loss)), **part.metrics} for part in outputs]
 
     def _forward_step(self, work: Iterator[LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
         """Megatron's forward step: the model's output, and the function that makes a loss of it."""
@@ -61,20 +71,15 @@ class LossPass:
             return output, None  # hidden states for the next chunk
         logprobs_N, *others = output
 
-        def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
+        def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
             """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
-            if device.on_cuda():
-                torch.cuda.synchronize()  # the forward pass is not the loss's time
-            started = time.monotonic()
             if self.records_logprobs:
                 self.current.append(current_N.detach())
-            outputs = self.objective(item.inputs(current_N, *others))
+            with self.stopwatch.running():
+                outputs = self.objective(item.inputs(current_N, *others))
             check_outputs(self.name, outputs)
-            value = float(outputs.loss.detach())
-            self.seconds += time.monotonic() - started
-            if not math.isfinite(value):
-                self.bad_losses.append(value)
-            return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
+            self._losses.append(outputs.loss.detach())
+            return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
 
         return logprobs_N, compute_loss
 
@@ -86,8 +91,7 @@ class LossPass:
             return output, None
         logprobs_N, *others = output
 
-        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> dict[str, Metric]:
-            outputs = self.objective(item.inputs(current_N, *others))
-            return {"loss": Sum(float(outputs.loss)), **outputs.metrics}
+        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> LossOutputs:
+            return self.objective(item.inputs(current_N, *others))
 
         return logprobs_N, measure

@@ -4,10 +4,20 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch
+
 from invrl.errors import TrainError
 from invrl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
+
+
+def nonfinite(losses: Sequence[torch.Tensor]) -> list[float]:
+    """Those of the scalars that are NaN or infinite. Waits for the device, once for all of them."""
+    if not losses:
+        return []
+    values = torch.stack([loss.detach().double() for loss in losses]).tolist()
+    return [value for value in values if not math.isfinite(value)]
 
 
 class NonfiniteSteps:

@@ -274,8 +274,9 @@ class TrainStep:
             if self.expert_routers is not None:
                 self.expert_routers.clear()
             loss_metrics = loss_pass.gradients(work)
-        seconds["forward_backward"] -= loss_pass.seconds
-        seconds["objective"] += loss_pass.seconds
+        loss_seconds = loss_pass.stopwatch.seconds()
+        seconds["forward_backward"] -= loss_seconds
+        seconds["objective"] += loss_seconds
         grad_norm = math.nan
         self.progress.begin("optimizer step")
         with device.timed(seconds, "optimizer"):

@@ -2,9 +2,10 @@
 
 A packed row is prefix trees in depth-first order, so the tokens that see a token are the ones from its own
 place to the last of its descendants (`MicroBatch.ends_P`). The kernel asks that of the pairs in those tiles
-of the mask that are neither empty nor full, and leaves the empty ones out. Queries and keys are padded to whole
-tiles, so that one compiled kernel serves every length; on a GPU the micro-batch is so already. torch computes the backward pass
-on a GPU only; on a CPU `attention.py` has one SDPA call per block of the row instead.
+of the mask that are neither empty nor full, and leaves the empty ones out. Queries and keys are padded to
+whole tiles, so that one compiled kernel serves every length; a GPU's micro-batches have whole tiles already.
+torch computes the backward pass on a GPU only; on a CPU `attention.py` has one SDPA call per block of the row
+instead.
 """
 
 import functools
@@ -119,7 +120,7 @@ def _tiles(
     first_K = np.searchsorted(share.places_Q, keys_K)
     end_K = np.searchsorted(share.places_Q, micro_batch.ends_P[keys_K])
     column_K = np.arange(len(keys_K)) // FLEX_TILE
-    # A key adds 1 to the rows of tiles that have a query of its range: at their first, and off after the last.
+    # A key adds 1 at the first row of tiles that has a query of its range, and takes it off after the last.
     changes = np.zeros((num_rows + 1, num_columns), np.int64)
     is_seen_K = first_K < end_K
     np.add.at(changes, (first_K[is_seen_K] // FLEX_TILE, column_K[is_seen_K]), 1)
