@@ -162,8 +162,8 @@ def token_metrics(
 ) -> Mapping[str, Metric]:
     """Means and maxima over the tokens, [N] each, and sums over whatever has them.
 
-    Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to the host in one transfer,
-    when one of them is first read: until then the host does not wait for a GPU.
+    Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to the host in one
+    transfer, when one of them is first read: until then the host does not wait for a GPU.
     """
     return _TokenMetrics(means, maxima, sums)
 

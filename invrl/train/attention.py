@@ -20,6 +20,7 @@ from invrl.train import device
 from invrl.train.attention_calls import AttentionCalls
 from invrl.train.context_parallel import gather_keys
 from invrl.train.context_share import ContextShare
+from invrl.train.device import to_device
 from invrl.train.families.rope import Rope
 from invrl.train.micro_batch import AttentionBlock, MicroBatch
 from invrl.train.rotary import angles
@@ -67,7 +68,7 @@ class PackedRow(PackedSeqParams):
     ) -> "PackedRow":
         """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's attention is one kernel,
         not a call per block. `frequencies`: those of the layers' rotary positions."""
-        positions_P = torch.from_numpy(share.positions_Q).to(target)
+        positions_P = to_device(share.positions_Q, target)
         attention: dict[int | None, RowAttention] = {}
         for window in windows:
             if in_one_kernel:

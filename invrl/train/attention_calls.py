@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from invrl.train.device import to_device
 from invrl.train.micro_batch import AttentionBlock
 
 QUERY_CHUNK = 1024
@@ -67,9 +68,9 @@ class AttentionCalls:
         ]
         keys_K = None
         if gathered_P is not None:
-            keys_K = torch.from_numpy(gathered_P[np.concatenate(keys_by_block)]).to(target)
+            keys_K = to_device(gathered_P[np.concatenate(keys_by_block)], target)
         elif any(len(block.prefix_K) for block in blocks):
-            keys_K = torch.from_numpy(np.concatenate(keys_by_block)).to(target)
+            keys_K = to_device(np.concatenate(keys_by_block), target)
         largest_QK = _largest_causal_bias(blocks, target, dtype)
         block_calls: list[BlockCalls] = []
         for block, block_keys_K in zip(blocks, keys_by_block, strict=True):

@@ -22,6 +22,7 @@ from invrl.metrics import Mean, Metric, merge
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.critic_model import CriticModel, build_critic, critic_shape
+from invrl.train.device import to_device
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.megatron_args import MegatronOptions
 from invrl.train.micro_batch import MicroBatch
@@ -168,6 +169,6 @@ def make_critic(settings: RankSettings, config: HuggingFaceConfig, options: Mega
 
 def _work(micro_batch: MicroBatch, targets: Targets) -> _Work:
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
-        return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
+        return to_device(micro_batch.pick(arrays), device.device())
 
     return _Work(micro_batch, pick(targets.old), pick(targets.returns), targets.tokens)

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from invrl.train import device
 from invrl.train.context_parallel import gather_wanted
 from invrl.train.context_share import ContextShare
+from invrl.train.device import to_device
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel, build_chunks
 from invrl.train.parallel.layout import ParallelLayout
@@ -60,10 +61,10 @@ class CriticModel(PolicyModel):
         # All tensor-parallel ranks compute the same values, so each has the whole gradient of them already.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         projections, is_own_N = share.own_projections()
-        project_U = torch.from_numpy(share.indices_of(projections.project_U)).to(target)
+        project_U = to_device(share.indices_of(projections.project_U), target)
         value_U = self.output_layer(hidden.squeeze(1).index_select(0, project_U))
-        value_N = value_U[torch.from_numpy(projections.projection_N).to(target)]
-        return (gather_wanted(value_N, torch.from_numpy(is_own_N).to(target)),)
+        value_N = value_U[to_device(projections.projection_N, target)]
+        return (gather_wanted(value_N, to_device(is_own_N, target)),)
 
 
 def critic_shape(config: HuggingFaceConfig) -> HuggingFaceConfig:

@@ -12,9 +12,9 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from invrl.train.megatron_repairs import ignore_known_warnings, repair_megatron
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def on_cuda() -> bool:
@@ -80,6 +83,33 @@ def tokens_multiple(tensor_ranks: int) -> int:
     if on_cuda():
         return math.lcm(tensor_ranks, FLEX_TILE)
     return tensor_ranks
+
+
+def fuses() -> bool:
+    """Whether chains of elementwise operations are compiled into one kernel. A GPU's memory is too slow to be
+    read and written by each of them."""
+    return on_cuda()
+
+
+def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates a function of tensors without side effects, which is compiled for all lengths if `fuses`."""
+
+    @functools.cache
+    def compiled() -> Callable[Parameters, Result]:
+        return torch.compile(function, dynamic=True, backend=compiler())
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if fuses():
+            return compiled()(*args, **options)
+        return function(*args, **options)
+
+    return call
+
+
+def compiler() -> str:
+    """torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is for tests and makes no code."""
+    return "inductor" if on_cuda() else "eager"
 
 
 def logit_block_bytes() -> int:

@@ -14,6 +14,9 @@ this rank's shard of it), H the hidden size, M rows of logits under a grammar, W
 On CUDA the gradient is not the same to the last bit each time, unless torch's deterministic algorithms are
 on: the terms of tokens that share a row of logits are added (`index_add_`) in whatever order the GPU comes to
 them. On CPU their order is fixed.
+
+On CUDA the softmax of a block is one kernel, and so is its gradient (`device.fused`); with a soft cap or a
+grammar each is the chain of operations that it is on a CPU.
 """
 
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from invrl.top_logprobs import NO_TOKEN
 from invrl.train import device
+from invrl.train.device import to_device
 from invrl.train.logit_blocks import KEPT_BYTES
 from invrl.train.micro_batch import MicroBatch
 
@@ -67,7 +71,7 @@ def projected_logprobs(
     candidates_NK = micro_batch.candidates_NK
     if candidates_NK is None:
         return logprobs_A, entropy_N, None
-    is_none_NK = torch.from_numpy(candidates_NK == NO_TOKEN).to(logprobs_A.device)
+    is_none_NK = to_device(candidates_NK == NO_TOKEN, logprobs_A.device)
     top_NK = logprobs_A[num_tokens:].view(candidates_NK.shape).masked_fill(is_none_NK, -torch.inf)
     return logprobs_A[:num_tokens].clone(), entropy_N, top_NK
 
@@ -91,7 +95,11 @@ class _Wanted:
     allowed_MW: torch.Tensor
     start: int
     softcap: float | None
+    is_fused: bool
+    """Whether a block is read once per pass. Logits are then only divided by their temperatures."""
     blocks: tuple["_Block", ...]
+    equal_S: torch.Tensor
+    """Number of each target's place in the logits: equal where tokens share a row and are the same."""
     num_kept: int
     """Of so many blocks, the first ones, the logits are kept for the backward pass."""
 
@@ -116,6 +124,8 @@ class _Wanted:
         order_A = targets_A.argsort(kind="stable")
         first, last = targets_A[order_A].searchsorted((0, vocab_size)).tolist()
         place_S = order_A[first:last]
+        places = targets_A[place_S] * max(1, len(hidden_UH)) + row_A[place_S]
+        equal_S = np.unique(places, return_inverse=True)[1]
         num_rows = max(1, len(hidden_UH))
         width = max(_MIN_BLOCK_TOKENS, device.logit_block_bytes() // (4 * num_rows))
         bounds = [*range(0, vocab_size, width), vocab_size]
@@ -124,18 +134,22 @@ class _Wanted:
         for index in range(len(bounds) - 1):
             vocabulary = slice(bounds[index], bounds[index + 1])
             blocks.append(_Block(vocabulary, slice(token_bounds[index], token_bounds[index + 1])))
+        is_plain = softcap is None and len(micro_batch.restricted_M) == 0
+        is_fused = device.fuses() and is_plain and len(hidden_UH) > 0
         return _Wanted(
-            temperature_U=torch.from_numpy(micro_batch.temperature_U).to(target, _work_dtype(hidden_UH)),
-            row_A=torch.from_numpy(row_A).to(target),
+            temperature_U=to_device(micro_batch.temperature_U, target).to(_work_dtype(hidden_UH)),
+            row_A=to_device(row_A, target),
             num_tokens=len(row_N),
-            place_S=torch.from_numpy(place_S).to(target),
-            row_S=torch.from_numpy(row_A[place_S]).to(target),
-            target_S=torch.from_numpy(targets_A[place_S]).to(target),
-            restricted_M=torch.from_numpy(micro_batch.restricted_M).to(target),
-            allowed_MW=torch.from_numpy(micro_batch.allowed_MW).to(target),
+            place_S=to_device(place_S, target),
+            row_S=to_device(row_A[place_S], target),
+            target_S=to_device(targets_A[place_S], target),
+            restricted_M=to_device(micro_batch.restricted_M, target),
+            allowed_MW=to_device(micro_batch.allowed_MW, target),
             start=start,
             softcap=softcap,
+            is_fused=is_fused,
             blocks=tuple(blocks),
+            equal_S=to_device(equal_S, target),
             num_kept=min(len(blocks) // 2, KEPT_BYTES // (hidden_UH.itemsize * num_rows * width)),
         )
 
@@ -182,14 +196,17 @@ class _Softmax:
     """Sum of exp(logit - max) (logit - max)."""
 
     def add(self, logits_UW: torch.Tensor) -> None:
-        """Adds a block."""
+        """Adds a block of logits."""
         # One fused kernel. The largest probability is 1 / sum of exp(logit - max).
         probability_UW = logits_UW.softmax(dim=1)
         max_U = logits_UW.amax(dim=1)
         exp_U = probability_UW.amax(dim=1).reciprocal()
         mean_U = torch.linalg.vecdot(probability_UW, logits_UW)
-        block = _Softmax(max_U=max_U, exp_U=exp_U, weighted_U=exp_U * (mean_U - max_U))
-        highest_U = torch.maximum(self.max_U, max_U)
+        self.merge(_Softmax(max_U=max_U, exp_U=exp_U, weighted_U=exp_U * (mean_U - max_U)))
+
+    def merge(self, block: "_Softmax") -> None:
+        """Adds the softmax of other logits, which then counts from this one's maximum."""
+        highest_U = torch.maximum(self.max_U, block.max_U)
         self.count_from(highest_U)
         block.count_from(highest_U)
         self.exp_U = self.exp_U + block.exp_U
@@ -223,6 +240,18 @@ class _Softmax:
         return self.exp_U.log() - self.weighted_U / self.exp_U
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slopes:
+    """What the gradient of a row's logits is computed from, besides the logits: [U] each."""
+
+    logsum_U: torch.Tensor
+    entropy_U: torch.Tensor
+    scale_U: torch.Tensor
+    """Sum of the gradients of the row's log-probs, over the temperature."""
+    entropy_scale_U: torch.Tensor | None
+    """The same of its entropies. None: they have no gradient."""
+
+
 class _ProjectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -241,10 +270,16 @@ class _ProjectedLogprobs(torch.autograd.Function):
             projected_UW = _project(hidden_UH, weight_VH, block)
             if index < num_kept:
                 kept.append(projected_UW)
-            logits_UW = wanted.capped(projected_UW, is_kept=index < num_kept)
-            wanted.scale_and_restrict(logits_UW, block)
-            picked_A[wanted.place_S[block.tokens]] = logits_UW[wanted.places(block)]
-            softmax.add(logits_UW)
+            row_S, column_S = wanted.places(block)
+            if wanted.is_fused:
+                picked_S = projected_UW[row_S, column_S].to(zeros_U.dtype) / wanted.temperature_U[row_S]
+                softmax.merge(_Softmax(*_statistics(projected_UW, wanted.temperature_U)))
+            else:
+                logits_UW = wanted.capped(projected_UW, is_kept=index < num_kept)
+                wanted.scale_and_restrict(logits_UW, block)
+                picked_S = logits_UW[row_S, column_S]
+                softmax.add(logits_UW)
+            picked_A[wanted.place_S[block.tokens]] = picked_S
         if group is not None:
             picked_A = softmax.reduce(picked_A, group)
         logsum_U = softmax.logsum()
@@ -276,32 +311,130 @@ class _ProjectedLogprobs(torch.autograd.Function):
             entropy_scale_N = entropy_grad_N / wanted.temperature_U[row_N]
             entropy_scale_U = zeros_U.index_add(0, row_N, entropy_scale_N)
         scale_S = scale_A[wanted.place_S]
+        slopes = _Slopes(
+            logsum_U=logsum_U, entropy_U=entropy_U, scale_U=scale_U, entropy_scale_U=entropy_scale_U
+        )
         hidden_grad_UH = torch.zeros(hidden_UH.shape, dtype=logsum_U.dtype, device=logsum_U.device)
         weight_grad_VH = torch.empty_like(weight_VH)
         for index, block in enumerate(wanted.blocks):
             is_kept = index < len(kept)
             projected_UW = kept[index] if is_kept else _project(hidden_UH, weight_VH, block)
-            logits_UW = wanted.capped(projected_UW, is_kept=is_kept)
-            slope_UW = None
-            if wanted.softcap is not None:  # of c * tanh(x / c): 1 - tanh^2
-                slope_UW = 1 - (logits_UW / wanted.softcap).square()
-            wanted.scale_and_restrict(logits_UW, block)
-            log_p_UW = logits_UW.sub_(logsum_U[:, None])
-            if entropy_scale_U is None:
-                grad_UW = log_p_UW.exp_().mul_(-scale_U[:, None])
+            if wanted.is_fused:
+                grad_UW = _fused_gradient(projected_UW, slopes, scale_S, wanted, block)
             else:
-                p_UW = log_p_UW.exp()
-                of_entropy_UW = log_p_UW.add_(entropy_U[:, None]).mul_(entropy_scale_U[:, None])
-                grad_UW = p_UW.mul_(of_entropy_UW.add_(scale_U[:, None]).neg_())
-            row_S, column_S = wanted.places(block)
-            flat_places_S = row_S * grad_UW.shape[1] + column_S
-            grad_UW.view(-1).index_add_(0, flat_places_S, scale_S[block.tokens])
-            if slope_UW is not None:
-                grad_UW.mul_(slope_UW)
-            grad_UW = grad_UW.to(hidden_UH.dtype)
+                grad_UW = _gradient(projected_UW, slopes, scale_S, wanted, block, is_kept=is_kept)
             _add_product(hidden_grad_UH, grad_UW, weight_VH[block.vocabulary])
             torch.mm(grad_UW.T, hidden_UH, out=weight_grad_VH[block.vocabulary])
         return hidden_grad_UH.to(hidden_UH.dtype), weight_grad_VH, None, None
+
+
+def _gradient(
+    projected_UW: torch.Tensor,
+    slopes: _Slopes,
+    scale_S: torch.Tensor,
+    wanted: _Wanted,
+    block: _Block,
+    *,
+    is_kept: bool,
+) -> torch.Tensor:
+    """The gradient of a block of projected logits, in their dtype. `scale_S`: that of each target's log-prob,
+    over the temperature."""
+    logits_UW = wanted.capped(projected_UW, is_kept=is_kept)
+    slope_UW = None
+    if wanted.softcap is not None:  # of c * tanh(x / c): 1 - tanh^2
+        slope_UW = 1 - (logits_UW / wanted.softcap).square()
+    wanted.scale_and_restrict(logits_UW, block)
+    log_p_UW = logits_UW.sub_(slopes.logsum_U[:, None])
+    if slopes.entropy_scale_U is None:
+        grad_UW = log_p_UW.exp_().mul_(-slopes.scale_U[:, None])
+    else:
+        p_UW = log_p_UW.exp()
+        of_entropy_UW = log_p_UW.add_(slopes.entropy_U[:, None]).mul_(slopes.entropy_scale_U[:, None])
+        grad_UW = p_UW.mul_(of_entropy_UW.add_(slopes.scale_U[:, None]).neg_())
+    row_S, column_S = wanted.places(block)
+    flat_places_S = row_S * grad_UW.shape[1] + column_S
+    grad_UW.view(-1).index_add_(0, flat_places_S, scale_S[block.tokens])
+    if slope_UW is not None:
+        grad_UW.mul_(slope_UW)
+    return grad_UW.to(projected_UW.dtype)
+
+
+def _fused_gradient(
+    projected_UW: torch.Tensor, slopes: _Slopes, scale_S: torch.Tensor, wanted: _Wanted, block: _Block
+) -> torch.Tensor:
+    """As `_gradient`, where `wanted.is_fused`: of all logits as if none were a target, then again of the
+    targets. So all are rounded once."""
+    temperature_U = wanted.temperature_U
+    grad_UW = _gradient_without_targets(
+        projected_UW,
+        temperature_U,
+        slopes.logsum_U,
+        slopes.entropy_U,
+        slopes.scale_U,
+        slopes.entropy_scale_U,
+    )
+    row_S, column_S = wanted.places(block)
+    equal_S = wanted.equal_S[block.tokens]
+    scale_of_place_S = torch.zeros_like(scale_S).index_add(0, equal_S, scale_S[block.tokens])[equal_S]
+    entropy_scale_S = None if slopes.entropy_scale_U is None else slopes.entropy_scale_U[row_S]
+    other_S = _slope(
+        projected_UW[row_S, column_S],
+        temperature_U[row_S],
+        slopes.logsum_U[row_S],
+        slopes.entropy_U[row_S],
+        slopes.scale_U[row_S],
+        entropy_scale_S,
+    )
+    grad_UW[row_S, column_S] = (other_S + scale_of_place_S).to(grad_UW.dtype)
+    return grad_UW
+
+
+@device.fused
+def _statistics(
+    projected_UW: torch.Tensor, temperature_U: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of `_Softmax` [U] of a block."""
+    logits_UW = projected_UW.to(temperature_U.dtype) / temperature_U[:, None]
+    max_U = logits_UW.amax(dim=1)
+    fall_UW = logits_UW - max_U[:, None]
+    exp_UW = fall_UW.exp()
+    return max_U, exp_UW.sum(dim=1), (exp_UW * fall_UW).sum(dim=1)
+
+
+@device.fused
+def _gradient_without_targets(
+    projected_UW: torch.Tensor,
+    temperature_U: torch.Tensor,
+    logsum_U: torch.Tensor,
+    entropy_U: torch.Tensor,
+    scale_U: torch.Tensor,
+    entropy_scale_U: torch.Tensor | None,
+) -> torch.Tensor:
+    slope_UW = _slope(
+        projected_UW,
+        temperature_U[:, None],
+        logsum_U[:, None],
+        entropy_U[:, None],
+        scale_U[:, None],
+        None if entropy_scale_U is None else entropy_scale_U[:, None],
+    )
+    return slope_UW.to(projected_UW.dtype)
+
+
+def _slope(
+    projected: torch.Tensor,
+    temperature: torch.Tensor,
+    logsum: torch.Tensor,
+    entropy: torch.Tensor,
+    scale: torch.Tensor,
+    entropy_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient of logits that are no target. The shapes broadcast."""
+    log_p = projected.to(temperature.dtype) / temperature - logsum
+    factor = scale
+    if entropy_scale is not None:
+        factor = factor + entropy_scale * (log_p + entropy)
+    return -log_p.exp() * factor
 
 
 def _project(hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: _Block) -> torch.Tensor:

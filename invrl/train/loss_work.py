@@ -19,6 +19,7 @@ from invrl.algorithms.old_policy import STALENESS
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.train import device
 from invrl.train.critic import Targets
+from invrl.train.device import to_device
 from invrl.train.micro_batch import MicroBatch
 from invrl.train.row_numbers import common_names
 from invrl.train.schedule import Packed, SampleNumbers
@@ -100,19 +101,17 @@ def _of_micro_batch(
     samples = mini_batch.samples
 
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
-        return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
+        return to_device(micro_batch.pick(arrays), device.device())
 
     def of_rows(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.float32, device=device.device())
+        return to_device(np.array(list(values), np.float32), device.device())
 
     trained = mini_batch.trained
     row_indices = [index for index, wanted_N in micro_batch.rows if len(wanted_N)]
     row_samples = [samples[index] for index in row_indices]
     tokens_of_row = [len(wanted_N) for _, wanted_N in micro_batch.rows if len(wanted_N)]
     rows = Rows(
-        row_N=torch.arange(len(row_indices))
-        .repeat_interleave(torch.tensor(tokens_of_row, dtype=torch.int64))
-        .to(device.device()),
+        row_N=to_device(np.arange(len(row_indices)).repeat(tokens_of_row), device.device()),
         tokens_R=of_rows(tokens_of_row),
         rollout_tokens_R=of_rows(trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples),
         group_tokens_R=of_rows(trained.tokens_of_group[sample.group_id] for sample in row_samples),
@@ -165,10 +164,10 @@ def _top_tokens(mini_batch: TrainBatch, micro_batch: MicroBatch) -> "partial[Top
             rollout.append(top.at(wanted_N))
     rollout_NK = TopLogprobs.joined(rollout).logprobs_TK[:, :width]
     target = device.device()
-    ids_NK = torch.from_numpy(candidates_NK).to(target)
+    ids_NK = to_device(candidates_NK, target)
     return partial(
         TopTokens,
-        rollout_NK=torch.from_numpy(rollout_NK).to(target),
+        rollout_NK=to_device(rollout_NK, target),
         ids_NK=ids_NK,
-        is_sampled_NK=ids_NK == torch.from_numpy(micro_batch.targets_N).to(target)[:, None],
+        is_sampled_NK=ids_NK == to_device(micro_batch.targets_N, target)[:, None],
     )

@@ -29,6 +29,7 @@ from invrl.train import device
 from invrl.train.attention import PackedRow
 from invrl.train.context_parallel import gather_wanted, own_share
 from invrl.train.context_share import ContextShare
+from invrl.train.device import to_device
 from invrl.train.expert_router import counting, routers_of
 from invrl.train.families.model_config import Activation, HuggingFaceConfig, LatentAttention
 from invrl.train.layer_specs import decoder_layer
@@ -64,7 +65,8 @@ class PolicyModel(GPTModel):
         self._windows = {attention.window for attention in attentions}
         self._in_one_kernel = device.attends_in_one_kernel(shape.smallest_head_dim)
         ropes = {attention.rope for attention in attentions}
-        self._frequencies = {rope: frequencies(rope, shape.rotary_dim) for rope in ropes}
+        target = device.device()
+        self._frequencies = {rope: frequencies(rope, shape.rotary_dim).to(target) for rope in ropes}
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
@@ -106,7 +108,7 @@ class PolicyModel(GPTModel):
         # vocabulary.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         projections, is_own_N = share.own_projections()
-        project_U = torch.from_numpy(share.indices_of(projections.project_U)).to(target)
+        project_U = to_device(share.indices_of(projections.project_U), target)
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
         weight_VH = self._projection_weight()
         group = cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
@@ -118,7 +120,7 @@ class PolicyModel(GPTModel):
             group=group if group.size() > 1 else None,
             softcap=self.shape.logit_softcap,
         )
-        is_own = torch.from_numpy(is_own_N).to(target)
+        is_own = to_device(is_own_N, target)
         return tuple(None if own is None else gather_wanted(own, is_own) for own in outputs)
 
     def _router_shift(self, share: ContextShare, routing: Routing | None) -> torch.Tensor | None:
@@ -130,8 +132,8 @@ class PolicyModel(GPTModel):
             shift_Q = gather_from_sequence_parallel_region(own_P, tensor_parallel_output_grad=False)
         projections, is_own_N = share.own_projections()
         places_S = share.indices_of(projections.project_U)[projections.projection_N]
-        own_S = shift_Q[torch.from_numpy(places_S).to(shift_Q.device)]
-        return gather_wanted(own_S, torch.from_numpy(is_own_N).to(shift_Q.device))
+        own_S = shift_Q[to_device(places_S, shift_Q.device)]
+        return gather_wanted(own_S, to_device(is_own_N, shift_Q.device))
 
     @contextmanager
     def _counted_experts(self, share: ContextShare) -> Iterator[None]:
@@ -139,15 +141,15 @@ class PolicyModel(GPTModel):
         if not self._routers or not torch.is_grad_enabled():
             yield
             return
-        rows_Q = torch.from_numpy(share.rows_Q).to(device.device())
+        rows_Q = to_device(share.rows_Q, device.device())
         parts = rows_Q.chunk(parallel_state.get_tensor_model_parallel_world_size())
         with counting(self._routers, parts[parallel_state.get_tensor_model_parallel_rank()]):
             yield
 
     def _embed(self, share: ContextShare) -> torch.Tensor:
         """Embeddings [Q, 1, hidden] of this rank's part of the tokens."""
-        tokens_Q = torch.from_numpy(share.tokens_Q).to(device.device())
-        positions_Q = torch.from_numpy(share.positions_Q).to(device.device())
+        tokens_Q = to_device(share.tokens_Q, device.device())
+        positions_Q = to_device(share.positions_Q, device.device())
         hidden = self.embedding(input_ids=tokens_Q[None], position_ids=positions_Q[None])
         scale = self.shape.embedding_scale
         if scale is None:
@@ -237,7 +239,8 @@ def transformer_config(
     """Megatron's description of the model.
 
     It computes the same function as Hugging Face's model, without fused kernels that need
-    TransformerEngine or Apex. The user's `--megatron-*` options come last.
+    TransformerEngine or Apex. On a GPU torch compiles SwiGLU and its gradient into a kernel each. The user's
+    `--megatron-*` options come last.
     """
     is_interleaved = layout.virtual_pipeline > 1
     fields: dict[str, Any] = {
@@ -276,7 +279,7 @@ def transformer_config(
         "use_cpu_initialization": True,
         "perform_initialization": False,  # every weight is loaded
         "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": device.fuses() and config.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

@@ -26,7 +26,7 @@ def frequencies(rope: Rope, dim: int) -> torch.Tensor:
 
 def angles(frequencies_D: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
     """Radians [P, 1, 1, 2 D] of each token's own position, in Megatron's order: D, then D again."""
-    angles_PD = torch.outer(positions_P.float(), frequencies_D.to(positions_P.device))
+    angles_PD = torch.outer(positions_P.float(), frequencies_D)
     return torch.cat((angles_PD, angles_PD), dim=-1)[:, None, None, :]
 
 

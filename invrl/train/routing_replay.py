@@ -27,6 +27,7 @@ from invrl.metrics import Mean
 from invrl.train import device
 from invrl.train.context_parallel import own_share
 from invrl.train.context_share import ContextShare
+from invrl.train.device import to_device
 from invrl.train.families.model_config import Experts
 from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch, OldRouting, Row
 
@@ -142,7 +143,7 @@ class Routing:
         places = _routed_places(share)
 
         def own(array_PLK: NDArray[Any] | None) -> torch.Tensor | None:
-            return None if array_PLK is None else torch.from_numpy(array_PLK[places]).to(device.device())
+            return None if array_PLK is None else to_device(array_PLK[places], device.device())
 
         old = share.micro_batch.old_routing
         return Routing(

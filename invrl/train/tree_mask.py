@@ -162,8 +162,7 @@ def _tiles_by_row(is_chosen: NDArray[np.bool_], target: torch.device) -> tuple[t
 def _compiled_attention() -> Callable[..., torch.Tensor]:
     """Compiled when it is first called, into Triton's kernels on a GPU. On a CPU torch computes it from the
     whole matrix of scores, and without a backward pass: that is for tests."""
-    backend = "inductor" if device.on_cuda() else "eager"
-    return torch.compile(_attend, dynamic=True, backend=backend)
+    return torch.compile(_attend, dynamic=True, backend=device.compiler())
 
 
 def _attend(
