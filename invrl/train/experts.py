@@ -1,10 +1,10 @@
 """The experts of a layer, computed together by products in groups, not one after the other.
 
-Megatron's own experts in groups need packages that the trainer does not have (TransformerEngine, grouped_gemm), and
-keep the weights of all experts in one parameter. Imported after `device.prepare()`.
+Megatron's own modules for this need packages that the trainer does without (TransformerEngine, grouped_gemm).
+Imported after `device.prepare()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from invrl.train.grouped_linear import grouped_linear
 
 
 class Experts(SequentialMLP):
-    """Computes the function of Megatron's `SequentialMLP`. Its parameters are the same, one weight per expert and
-    projection, and so are its checkpoints."""
+    """Computes the function of Megatron's `SequentialMLP`, with the same parameters: each expert has its own.
+    So checkpoints are the same, too."""
 
     def forward(
         self,
@@ -26,7 +26,8 @@ class Experts(SequentialMLP):
         """Outputs [P, hidden], and no bias.
 
         `permuted_local_hidden_states`: [P, hidden], ordered by expert. `tokens_per_expert`: [E], on the CPU.
-        `permuted_probs`: [P], the weight of each output, by which Megatron multiplies before the second projection.
+        `permuted_probs`: [P], the weights of the outputs, by which the input of the second projection is
+        multiplied, as in Megatron.
         """
         ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32).to(permuted_local_hidden_states.device)
         experts: list[Any] = list(self.local_experts)
@@ -38,7 +39,8 @@ class Experts(SequentialMLP):
         weighted_PF = (activated_PF * permuted_probs[:, None]).to(activated_PF.dtype)
         return grouped_linear(weighted_PF, ends_E, [expert.linear_fc2.weight for expert in experts]), None
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        """In reverse order. Megatron's DDP lays parameters out in memory from the last to the first: those of the
-        experts then lie in ascending order, at equal distances, and are multiplied without being copied."""
+    def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, torch.nn.Module], None, None]:
+        """In reverse order. Megatron's distributed optimizer lays out parameters from the last to the first.
+        So the experts' weights lie in ascending order at equal distances, and `grouped_linear` does not copy
+        them."""
         yield from reversed(list(super().named_modules(*args, **kwargs)))

@@ -1,7 +1,7 @@
 """Many linear layers of one shape, each over its own rows, as one matrix product in groups.
 
-torch computes it by one kernel in bfloat16 on GPUs of compute capability 9.0 and 10.0, and by one product for each
-group elsewhere (`torch.nn.functional.grouped_mm`). Groups may have any number of rows, also none.
+`torch.nn.functional.grouped_mm` chooses how: in bfloat16 on GPUs of compute capability 9.0 and 10.0 by one
+kernel, elsewhere by one product for each group. A group may have any number of rows, also none.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-ALIGNMENT = 16
-"""Bytes: of the addresses and the row lengths that torch's kernel takes."""
+_ALIGNMENT = 16
+"""In bytes, of the matrices that torch's kernel multiplies."""
 
 
 def grouped_linear(
@@ -19,8 +19,8 @@ def grouped_linear(
 ) -> torch.Tensor:
     """[P, O]: each row times the transposed weight of its group.
 
-    `ends_E`: int32 on the device of the rows, the number of rows up to the end of each group. `weights`: [O, I]
-    each, one per group. Each weight gets a gradient, 0 where its group has no rows.
+    `ends_E`: int32 on the device of the rows, the number of rows up to the end of each group. `weights`: one
+    [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
     """
     return _GroupedLinear.apply(rows_PI, ends_E, *weights)  # pyright: ignore[reportReturnType]
 
@@ -52,8 +52,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E, O, I], without gradient: a view where the weights lie in one storage at equal distances, in order; a copy
-    elsewhere."""
+    """[E, O, I], without gradient. A view if the weights lie in one storage, in order and at equal distances,
+    else a copy."""
     first = weights[0].detach()
     addresses = [weight.data_ptr() for weight in weights]
     distance = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
@@ -61,7 +61,7 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     end = addresses[0] + (len(weights) - 1) * distance + first.nbytes
     is_in_one_storage = end <= storage.data_ptr() + storage.nbytes()
     is_regular = addresses == [addresses[0] + number * distance for number in range(len(weights))]
-    is_apart = distance >= first.nbytes and distance % ALIGNMENT == 0
+    is_apart = distance >= first.nbytes and distance % _ALIGNMENT == 0
     if not (is_regular and is_apart and is_in_one_storage):
         return torch.stack([weight.detach() for weight in weights])
     strides = (distance // first.itemsize, *first.stride())
