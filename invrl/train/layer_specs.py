@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from invrl.train.attention import RotarySelfAttention, TreeAttention
 from invrl.train.expert_router import ExpertRouter
+from invrl.train.experts import Experts
 from invrl.train.families.model_config import HuggingFaceConfig, LatentAttention
 from invrl.train.families.rope import attention_factor
 from invrl.train.latent_attention import LatentSelfAttention
@@ -39,7 +40,9 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
         spec.module = RoutedLayer
     block = cast(TransformerLayerSubmodules, spec.submodules)
     if experts is not None and config.has_experts(layer):
-        cast(MoESubmodules, cast(ModuleSpec, block.mlp).submodules).router = ExpertRouter
+        submodules = cast(MoESubmodules, cast(ModuleSpec, block.mlp).submodules)
+        submodules.router = ExpertRouter
+        cast(ModuleSpec, submodules.experts).module = Experts
     block.input_layernorm = RmsNorm
     block.pre_mlp_layernorm = RmsNorm
     if config.post_norms:

@@ -374,6 +374,27 @@ class RankProcess:
         for chunk in self._rank._step.chunks:
             chunk.expert_parallel_bucket_groups.clear()
 
+    def compute_experts_one_by_one(self, _: None) -> None:
+        """By Megatron's own module."""
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        from invrl.train.experts import Experts
+
+        Experts.forward = SequentialMLP.forward
+
+    def copied_stacks(self, _: None) -> list[bool]:
+        """Of each projection of each layer with experts: whether the weights are copied to be multiplied."""
+        from invrl.train.experts import Experts
+        from invrl.train.grouped_linear import stacked
+
+        copied: list[bool] = []
+        for chunk in self._rank._step.chunks:
+            for layer in (module for module in chunk.modules() if isinstance(module, Experts)):
+                for name in ("linear_fc1", "linear_fc2"):
+                    weights = [getattr(expert, name).weight for expert in layer.local_experts]
+                    copied.append(stacked(weights).data_ptr() != weights[0].data_ptr())
+        return copied
+
     def weights_in_reference(self, _: None) -> Arrays:
         """The model's weights between two layers of the reference's pass."""
         with self._rank._step.reference.in_place():

@@ -29,12 +29,26 @@ def test_the_best_that_is_installed_is_named(
         return ModuleSpec(name, None) if name in packages else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    kernels = Kernels.of(head_dim=head_dim, on_cuda=on_cuda)
+    kernels = Kernels.of(head_dim=head_dim, has_experts=False, dtype="bfloat16", on_cuda=on_cuda)
     assert attention in kernels.attention
     assert kernels.optimizer == optimizer
     assert "flash-attn" not in str(kernels)
+    assert "experts" not in str(kernels)
     packages.add("flash_attn")
     assert "flash-attn is installed and not used" in str(kernels)
+
+
+@pytest.mark.parametrize(
+    ("on_cuda", "dtype", "implementation"),
+    [
+        (True, "bfloat16", "one kernel for all experts"),
+        (True, "float32", "a product for each expert"),
+        (False, "bfloat16", "a product for each expert"),
+    ],
+)
+def test_what_computes_the_experts_is_named(on_cuda: bool, dtype: str, implementation: str) -> None:
+    kernels = Kernels.of(head_dim=64, has_experts=True, dtype=dtype, on_cuda=on_cuda)
+    assert f"experts: torch grouped_mm, {implementation}" in str(kernels)
 
 
 def test_megatron_takes_the_optimizer_that_is_named() -> None:
@@ -45,4 +59,5 @@ def test_megatron_takes_the_optimizer_that_is_named() -> None:
     import torch
 
     is_torch = megatron.Adam is torch.optim.AdamW
-    assert (Kernels.of(head_dim=64, on_cuda=False).optimizer == "torch AdamW") == is_torch
+    kernels = Kernels.of(head_dim=64, has_experts=False, dtype="bfloat16", on_cuda=False)
+    assert (kernels.optimizer == "torch AdamW") == is_torch

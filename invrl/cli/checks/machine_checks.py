@@ -174,7 +174,13 @@ def check_trainer_kernels(config: Config, machine: Machine) -> str:
     from invrl.train.hf_config import read_hf_config
 
     model = read_hf_config(config.model.folder)
-    return str(Kernels.of(head_dim=model.smallest_head_dim, on_cuda=machine.gpus > 0))
+    kernels = Kernels.of(
+        head_dim=model.smallest_head_dim,
+        has_experts=model.experts is not None,
+        dtype=config.train.train_dtype,
+        on_cuda=machine.gpus > 0,
+    )
+    return str(kernels)
 
 
 def check_trainer_memory(config: Config, machine: Machine) -> str:

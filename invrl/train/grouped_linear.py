@@ -1,0 +1,68 @@
+"""Many linear layers of one shape, each over its own rows, as one matrix product in groups.
+
+`torch.nn.functional.grouped_mm` chooses how: in bfloat16 on GPUs of compute capability 9.0 and 10.0 by one
+kernel, elsewhere by one product for each group. A group may have any number of rows, also none.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+
+_ALIGNMENT = 16
+"""In bytes, of the matrices that torch's kernel multiplies."""
+
+
+def grouped_linear(
+    rows_PI: torch.Tensor, ends_E: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """[P, O]: each row times the transposed weight of its group.
+
+    `ends_E`: int32 on the device of the rows, the number of rows up to the end of each group. `weights`: one
+    [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
+    """
+    return _GroupedLinear.apply(rows_PI, ends_E, *weights)  # pyright: ignore[reportReturnType]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Keeps the weights themselves for the backward pass, not a stack, which might be a copy."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, rows_PI: torch.Tensor, ends_E: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows_PI = rows_PI.contiguous()
+        context.save_for_backward(rows_PI, ends_E, *weights)
+        if not len(rows_PI):  # the kernel has no form for it
+            return rows_PI.new_empty(0, len(weights[0]))
+        return grouped_mm(rows_PI, stacked(weights).transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, gradient_PO: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows_PI, ends_E, *weights = context.saved_tensors
+        if not len(rows_PI):
+            return torch.zeros_like(rows_PI), None, *(torch.zeros_like(weight) for weight in weights)
+        gradient_PO = gradient_PO.contiguous()
+        rows_gradient_PI = grouped_mm(gradient_PO, stacked(weights), offs=ends_E)
+        weight_gradients_EOI = grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E)
+        return rows_gradient_PI, None, *weight_gradients_EOI.unbind()
+
+
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[E, O, I], without gradient. A view if the weights lie in one storage, in order and at equal distances,
+    else a copy."""
+    first = weights[0].detach()
+    addresses = [weight.data_ptr() for weight in weights]
+    distance = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
+    storage = first.untyped_storage()
+    end = addresses[0] + (len(weights) - 1) * distance + first.nbytes
+    is_in_one_storage = end <= storage.data_ptr() + storage.nbytes()
+    is_regular = addresses == [addresses[0] + number * distance for number in range(len(weights))]
+    is_apart = distance >= first.nbytes and distance % _ALIGNMENT == 0
+    if not (is_regular and is_apart and is_in_one_storage):
+        return torch.stack([weight.detach() for weight in weights])
+    strides = (distance // first.itemsize, *first.stride())
+    return first.as_strided((len(weights), *first.shape), strides)
