@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 
 from gpu_check.result import StageSkipped, emit, emit_skipped
@@ -15,6 +16,8 @@ os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 
 def main(name: str, settings_json: str) -> None:
+    # At the deadline, what a stage does at its end is done.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     module = importlib.import_module(f"gpu_check.stages.{name}")
     try:
         module.run(settings_of_argument(settings_json))

@@ -16,7 +16,7 @@ from invrl.train.config import TrainConfig
 
 _LENGTHS = (40, 333, 1000)
 _LARGEST_RATIO = 2.0
-"""Of the trainer's error to Hugging Face's, both in bfloat16 against float32: each rounds in its own order."""
+"""Of the trainer's error to Hugging Face's, in bfloat16 against float32: each rounds in its own order."""
 
 
 def run(settings: CheckSettings) -> None:
