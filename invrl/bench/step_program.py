@@ -47,8 +47,14 @@ class StepSettings:
 
 
 def measure(settings: StepSettings) -> dict[str, object]:
-    """Speeds by workload, the seconds of our steps by phase, and the rate of floating-point operations."""
+    """As `measure_rank`, with a rank that is started for it."""
     rank = start_rank(settings.model_path, settings.train, AlgorithmConfig.model_validate({}))
+    return measure_rank(rank, settings)
+
+
+def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
+    """Speeds by workload, the seconds of our steps by phase, and the rate of floating-point operations.
+    `rank` was started with the model and the settings of training that `settings` has."""
     plain = HuggingFaceStep(settings.model_path, settings.train, AlgorithmConfig.model_validate({}))
     cost = ComputeCost.of_model(Path(settings.model_path))
     vocab_size = read_hf_config(settings.model_path).vocab_size

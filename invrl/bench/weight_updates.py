@@ -8,18 +8,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from invrl.bench.changing_weights import ChangingWeights
 from invrl.bench.ratios import Part
 from invrl.bench.streams import Streams
 from invrl.bench.token_times import Window, decode_step, longest_gap, longest_silence
 from invrl.bench.weight_settings import IN_FLIGHT_MODE
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import EngineReceiver
-from invrl.interfaces import StagedWeights, WeightReceiver
+from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
 from invrl.types import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import Load, WeightTransaction, load_alone
@@ -45,12 +44,22 @@ class TimedUpdate:
     phases: Mapping[str, float]
 
 
+class ChangingSender(WeightSender, Protocol):
+    """A sender whose weights change when they are told to."""
+
+    async def change(self) -> None: ...
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Of the weights that an engine holds after an update."""
+        ...
+
+
 class UpdatedEngine:
     """An engine, or the loader alone, and the weights that it gets again and again."""
 
     def __init__(
         self,
-        weights: ChangingWeights,
+        weights: ChangingSender,
         receiver: EngineReceiver,
         *,
         canary_prompts: Sequence[Sequence[int]],
@@ -79,11 +88,12 @@ class UpdatedEngine:
             load=load,
         )
 
-    async def warm_up(self) -> None:
-        """Raises WeightSyncError, as every update does."""
+    async def warm_up(self) -> int:
+        """Returns the number of updates. Raises WeightSyncError, as every update does."""
         for _ in range(_WARM_UP_UPDATES):
             await self.change_weights()
             await self.update(copy_s=0.0)
+        return _WARM_UP_UPDATES
 
     async def change_weights(self) -> None:
         await self._weights.change()

@@ -1,0 +1,55 @@
+"""The GPU as nvidia-smi sees it: its name, its driver, and who uses its memory."""
+
+import subprocess
+import time
+
+_DEADLINE_S = 20.0
+_IDLE_MB = 2048
+"""What a driver may hold on a card that nobody uses."""
+_POLL_S = 1.0
+
+
+def query(section: str, *fields: str) -> list[list[str]]:
+    """Rows of nvidia-smi's answer; none where there is no nvidia-smi. `section`: "gpu" or "compute-apps"."""
+    command = ["nvidia-smi", f"--query-{section}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
+
+
+def card() -> dict[str, str]:
+    """Empty where there is none."""
+    rows = query("gpu", "name", "driver_version", "memory.total")
+    if not rows:
+        return {}
+    name, driver, total = rows[0]
+    return {"card": name, "driver": driver, "memory_mb": total}
+
+
+def why_busy() -> str | None:
+    """Who uses the first card, None if nobody does."""
+    processes = query("compute-apps", "pid", "process_name", "used_memory")
+    if processes:
+        named = ", ".join(f"pid {pid} ({name}, {used} MB)" for pid, name, used in processes)
+        return f"the card is used by {named}: end it, or wait for its end"
+    for row in query("gpu", "memory.used"):
+        used_mb = int(row[0])
+        if used_mb > _IDLE_MB:
+            return (
+                f"{used_mb} MB of the card are in use by processes that nvidia-smi does not show, perhaps of "
+                "another container: find and end them"
+            )
+        break
+    return None
+
+
+def why_still_busy(wait_s: float) -> str | None:
+    """As `why_busy`, but what is just ending has so long to do so."""
+    give_up_at = time.monotonic() + wait_s
+    reason = why_busy()
+    while reason is not None and time.monotonic() < give_up_at:
+        time.sleep(_POLL_S)
+        reason = why_busy()
+    return reason

@@ -1,0 +1,23 @@
+"""`invrl train --colocate`: engine and trainer take turns with the memory of the card."""
+
+import subprocess
+import sys
+
+from gpu_check.result import StageSkipped
+from gpu_check.settings import CheckSettings
+from gpu_check.stages.loop import train_and_check
+
+_FLAG = "--colocate"
+_DEADLINE_S = 120.0
+
+
+def run(settings: CheckSettings) -> None:
+    command = [sys.executable, "-m", "invrl.cli", "train", "--help"]
+    help_text = subprocess.run(
+        command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True
+    ).stdout
+    if _FLAG not in help_text.split():
+        raise StageSkipped(f"`invrl train` has no flag {_FLAG} yet")
+    if settings.smoke:
+        raise StageSkipped(f"{_FLAG} needs a card: engines on a CPU give no memory back")
+    train_and_check(settings, "colocate", [_FLAG])

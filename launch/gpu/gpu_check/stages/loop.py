@@ -1,0 +1,109 @@
+"""`invrl train` as a whole: gateway, router, engine, Ray, trainer, and weights by an arena on the card.
+
+With a model that can learn it, the quickstart's task; random weights learn to reply with more vowels.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_check.random_model import random_model
+from gpu_check.result import emit
+from gpu_check.settings import CheckSettings
+
+STEPS = 6
+_TASKS = 64
+_DEADLINE_S = 160.0
+_SMOKE_DEADLINE_S = 1500.0
+_TAIL_LINES = 15
+_PHASE = re.compile(r"time/.*_s|sync/.*_s")
+
+
+def run(settings: CheckSettings) -> None:
+    train_and_check(settings, "loop", ())
+
+
+def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) -> None:
+    """`name`: of the run's folder. Raises AssertionError unless all steps were made, each with its weights
+    synced."""
+    run_folder = settings.work / "runs" / f"{name}-{time.time_ns()}"
+    command = [sys.executable, "-m", "invrl.cli", "train", *_task_flags(settings), *_run_flags(settings)]
+    place = ["--run-root", str(run_folder.parent), "--run-name", run_folder.name]
+    deadline_s = _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S
+    try:
+        subprocess.run([*command, *place, *flags], check=True, timeout=deadline_s)
+    except BaseException:  # the deadline of the stage too, which ends this process
+        _print_tails(run_folder)
+        raise
+    finally:
+        lines = _steps_of(run_folder)
+        emit(run=str(run_folder), steps=len(lines), steps_of_run=[_figures(line) for line in lines])
+    rewards = [line["rollout/reward_mean"] for line in lines]
+    versions = [line["sync/version"] for line in lines]
+    third = STEPS // 3
+    emit(learned=sum(rewards[-third:]) > sum(rewards[:third]), rewards=rewards)
+    assert len(lines) == STEPS, f"{len(lines)} steps were made, not {STEPS}"
+    assert len(set(versions)) == STEPS, f"weights were not synced after every step: versions {versions}"
+
+
+def _task_flags(settings: CheckSettings) -> list[str]:
+    if settings.trained_model is not None:
+        model = str(settings.trained_model)
+        return ["--config", "quickstart", "--model-path", model, "--eval-tasks", "0"]
+    tasks = settings.work / "tasks.jsonl"
+    lines = [json.dumps({"question": f"say {index}", "label": index}) for index in range(_TASKS)]
+    tasks.write_text("\n".join(lines) + "\n")
+    flags = {
+        "model-path": str(random_model(settings, "small")),
+        "task-file": str(tasks),
+        "rollout-function-path": "gpu_check.vowels:rollout",
+        "rollout-batch-size": "4",
+        "n-samples-per-prompt": "8",
+        "max-new-tokens": "32",
+        "max-row-tokens": "1024",
+        "group-filter": "none",
+        "lr": "1e-3",
+    }
+    return _as_arguments(flags)
+
+
+def _run_flags(settings: CheckSettings) -> list[str]:
+    flags = {"num-steps": str(STEPS), "progress": "plain"}
+    if not settings.smoke:
+        flags["weight-arena-device"] = "cuda"
+    for name, value in settings.sglang_flags.items():
+        flags[f"sglang-{name.replace('_', '-')}"] = value
+    return _as_arguments(flags)
+
+
+def _as_arguments(flags: dict[str, str]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in flags.items():
+        arguments += [f"--{name}", value]
+    return arguments
+
+
+def _steps_of(run_folder: Path) -> list[dict[str, float]]:
+    """The lines of `metrics.jsonl` that tell of a training step."""
+    path = run_folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "rollout/reward_mean" in line and "sync/version" in line]
+
+
+def _figures(line: dict[str, float]) -> dict[str, float]:
+    """The reward of a step, and its seconds by phase."""
+    figures = {name: round(value, 4) for name, value in line.items() if _PHASE.fullmatch(name)}
+    return {"reward": round(line["rollout/reward_mean"], 4), **figures}
+
+
+def _print_tails(run_folder: Path) -> None:
+    """The end of every log of the run, into that of the stage."""
+    for path in sorted((run_folder / "logs").glob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()
+        print(f"--- {path.name}", *lines[-_TAIL_LINES:], sep="\n", flush=True)
