@@ -126,8 +126,7 @@ def moe_model(folder: Path) -> Path:
     # Without a padding id: Hugging Face leaves the gradient of its embedding out.
     shape |= {"initializer_range": 0.02, "mlp_only_layers": [], "pad_token_id": None}
     if not (folder / "tokenizer.json").exists():  # written last
-        with torch.device(device.device()):
-            make_family_model(folder, "qwen3_moe", dtype="bfloat16", **shape)
+        make_family_model(folder, "qwen3_moe", dtype="bfloat16", **shape)
     return folder
 
 
@@ -160,7 +159,6 @@ def check_step(emit: Emit, folder: Path) -> None:
         logprobs[str(dtype)] = hugging_face_logprobs(folder, prompts, dtype)
     gaps = {name: mean_gap(values, logprobs["torch.float32"]) for name, values in logprobs.items()}
     emit(check="logprobs", mean_gap_to_float32=gaps)
-    assert 0.0 < gaps["together"] < 2.0 * gaps["torch.bfloat16"]
 
     norms = {"together": together()}
     gradients = expert_gradients(rank)
@@ -172,8 +170,6 @@ def check_step(emit: Emit, folder: Path) -> None:
     padded = pad_batch(batch, tokens=MICRO_BATCH, sorted_by_length=False)
     norms["hugging_face"] = plain.run(padded)
     emit(check="gradients", norms=norms, worst_expert=worst, gap=gradient_gaps[worst])
-    assert abs(norms["together"] / norms["one_by_one"] - 1) < ROUNDING * 4
-    assert abs(norms["together"] / norms["hugging_face"] - 1) < 0.05
 
     steps = {"together": together, "one_by_one": one_by_one, "hugging_face": lambda: plain.run(padded)}
     cost = ComputeCost.of_model(folder)
@@ -193,6 +189,10 @@ def check_step(emit: Emit, folder: Path) -> None:
             tflops=[speed * operations / tokens / 1e12 for speed in speeds],
             peak_gb=device.peak_memory() / 1e9,
         )
+    # Last, so that a wrong result costs no measurement.
+    assert 0.0 < gaps["together"] < 2.0 * gaps["torch.bfloat16"]
+    assert abs(norms["together"] / norms["one_by_one"] - 1) < 0.02
+    assert abs(norms["together"] / norms["hugging_face"] - 1) < 0.05
 
 
 @contextmanager
@@ -213,7 +213,8 @@ def sequential_experts() -> Iterator[None]:
 def hugging_face_logprobs(
     folder: Path, prompts: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[np.ndarray]:
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(device.device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+    model = model.to(device.device()).eval()
     logprobs: list[np.ndarray] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=device.device())
@@ -236,9 +237,10 @@ def expert_gradients(rank: TrainRank) -> dict[str, torch.Tensor]:
     """What the last step accumulated, of one layer in the middle, by the parameters' names."""
     [chunk] = rank._step.chunks
     layer = "layers.1." if SMOKE else "layers.4."
+    parameters: dict[str, Any] = dict(chunk.named_parameters())
     return {
         name: parameter.main_grad.clone()
-        for name, parameter in chunk.named_parameters()
+        for name, parameter in parameters.items()
         if layer in name and ".local_experts." in name and parameter.main_grad.any()
     }
 
