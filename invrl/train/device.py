@@ -24,7 +24,7 @@ from invrl.train.adamw_steps import repair_distributed_optimizer
 from invrl.train.kernels import FLEX_TILE, SMALLEST_FLEX_HEAD
 from invrl.train.logit_blocks import BLOCK_BYTES
 from invrl.train.megatron_on_cpu import replace_cuda
-from invrl.train.megatron_repairs import ignore_known_warnings, repair_megatron
+from invrl.train.megatron_repairs import batch_gradient_clipping, ignore_known_warnings, repair_megatron
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -125,6 +125,18 @@ def prepare() -> None:
         replace_cuda()
     repair_distributed_optimizer()
     repair_megatron()
+    if on_cuda():
+        batch_gradient_clipping()
+    if fuses():
+        _fuse_rotary_positions()
+
+
+def _fuse_rotary_positions() -> None:
+    """Megatron turns queries and keys in a dozen operations on each of their numbers."""
+    import megatron.core.models.common.embeddings.rope_utils as module
+
+    rope_utils: Any = module
+    rope_utils._apply_rotary_pos_emb_bshd = fused(rope_utils._apply_rotary_pos_emb_bshd)
 
 
 def peak_memory() -> int:

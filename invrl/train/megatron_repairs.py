@@ -6,6 +6,7 @@ They act on the whole process. `repair_megatron` imports Megatron.
 
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,33 @@ def repair_megatron() -> None:
     moe_utils.group_limited_topk = best_of_best_groups
     # Where this is set, it compares with TransformerEngine's classes, which are then mocks.
     latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+
+
+def batch_gradient_clipping() -> None:
+    """Without TransformerEngine and Apex, Megatron reads the norm of each gradient from the GPU on its own,
+    and scales each on its own. Imports Megatron."""
+    import megatron.core.optimizer.clip_grads as module
+    from megatron.core import utils as megatron_utils
+
+    clip_grads: Any = module
+    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_of_all
+        clip_grads.multi_tensor_scale_impl = scale_all
+
+
+def norm_of_all(
+    _chunk_size: int, _flag: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], _per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """The norm [1] of all tensors of the first list together, on their device. The signature is Apex's."""
+    return torch.nn.utils.get_total_norm(lists[0]).reshape(1), None
+
+
+def scale_all(
+    _chunk_size: int, _flag: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
+) -> None:
+    """Scales the tensors of the first list in place, because clipping writes where it reads. The signature is
+    Apex's."""
+    torch._foreach_mul_(list(lists[0]), scale)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def best_of_best_groups(

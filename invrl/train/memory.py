@@ -36,7 +36,8 @@ class MemoryEstimate:
     weights: float
     """Those of the critic too, and of the frozen reference, if they stay where the model's are."""
     gradients: float
-    """Float32 sums, and the gradient of the vocabulary's weight before it is added."""
+    """Float32 sums, and what is not yet added to them: the gradient of the vocabulary's weight, or that of a
+    layer's experts if that is more."""
     optimizer: float
     """Float32 master weights and two moments. Ranks with equal weights may hold a part each."""
     step: float
@@ -157,9 +158,8 @@ class MemoryBudget:
         reference_pass = 0.0
         if reference.in_pass:
             reference_pass = reference.in_pass + self._forward_only(stage, num_tokens) + logits
-        gradients = parameters * 4
-        if is_first or is_last:
-            gradients += (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
+        of_vocabulary = (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
+        gradients = parameters * 4 + max(of_vocabulary, self._gradient_of_experts(stage))
         staging = 0.0
         if is_first and not self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
@@ -181,6 +181,12 @@ class MemoryBudget:
             copy=copy,
             process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
         )
+
+    def _gradient_of_experts(self, stage: int) -> float:
+        """Bytes of the gradient that one product gives for the first projection of all experts of a layer. It
+        has two of their three matrices."""
+        experts = max(self.size.experts_by_layer[layer] for layer in self._layers(stage))
+        return 2 / 3 * experts * self._item / self.train.layout.expert
 
     @property
     def copy_bytes(self) -> float:

@@ -125,6 +125,15 @@ def test_experts_are_divided_by_expert_parallel_ranks_alone(tmp_path: Path) -> N
     assert halves.optimizer == 12 * (rest / 4 + experts / 2 / 2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_product_gives_the_gradient_of_all_experts_of_a_layer(tmp_path: Path, ranks: int) -> None:
+    """Of gate and up projection together. Here that is more than the gradient of the vocabulary's weight."""
+    model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3, moe_intermediate_size=480)
+    budgeted = estimated(model, data_parallel_size=2, expert_model_parallel_size=ranks)
+    weights = budgeted.weights / 2
+    assert budgeted.gradients == pytest.approx(4 * weights + 2 * 8 * (2 * 480) * 64 / ranks)
+
+
 def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     """A micro-batch then has as many tokens for each of them. (qwen3: two heads of keys, 16 wide.)"""
     one = estimated(model, max_tokens_per_microbatch=1000)

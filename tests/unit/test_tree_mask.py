@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_context_share import shares_of, sights
 from test_packing import rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 from torch._inductor.sizevars import statically_known_true
 from torch.nn.attention import flex_attention
@@ -204,6 +204,7 @@ def test_the_compiler_knows_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPa
     def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
         fake_mode = TracingContext.get().fake_mode
         assert fake_mode is not None
+        assert fake_mode.shape_env is not None
         for node in graph.graph.nodes:
             if node.name.startswith("flex_attention"):
                 for tensor in node.args[:3]:

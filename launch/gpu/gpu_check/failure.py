@@ -6,9 +6,8 @@ from dataclasses import dataclass
 _LAST_LINES = 12
 _COMPILER_LINES = 25
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
-_ALLOCATED = re.compile(
-    r"Tried to allocate [^.]+\.\d+ \w+|of which [^.]+\.\d+ \w+ is free|[^.]*is allocated by PyTorch"
-)
+_AMOUNTS = re.compile(r"Tried to allocate [\d.]+ \w+|[\d.]+ \w+ is free|[\d.]+ \w+ is allocated by PyTorch")
+"""What torch says of it."""
 _COMPILERS = {
     "nvcc": re.compile(r"\bnvcc\b.*(?:error|fatal)|ninja: build stopped|\.cuh?\(\d+\): error"),
     "ptxas": re.compile(r"\bptxas\b.*(?:error|fatal)"),
@@ -34,8 +33,8 @@ def why_it_failed(log: str, smaller: str) -> Failure:
     lines = log.splitlines()
     for line in lines:
         if _OUT_OF_MEMORY.search(line):
-            allocated = "; ".join(match.strip() for match in _ALLOCATED.findall(line)) or line.strip()[:300]
-            reason = f"out of memory: {allocated}. To need less: {smaller}"
+            amounts = "; ".join(_AMOUNTS.findall(line)) or line.strip()[:300]
+            reason = f"out of memory: {amounts}. To need less: {smaller}"
             return Failure(reason=reason, last_lines=tuple(lines[-_LAST_LINES:]))
     for compiler, says in _COMPILERS.items():
         places = [index for index, line in enumerate(lines) if says.search(line)]

@@ -5,8 +5,9 @@ from invrl.types import Task
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> float:
+    question = str(task.payload["question"])
     reply = await endpoint.openai().chat.completions.create(
-        model=endpoint.model, messages=[{"role": "user", "content": task.payload["question"]}]
+        model=endpoint.model, messages=[{"role": "user", "content": question}]
     )
     text = reply.choices[0].message.content or ""
     num_vowels = sum(letter in "aeiouAEIOU" for letter in text)

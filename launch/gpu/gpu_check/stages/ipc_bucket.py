@@ -11,6 +11,7 @@ import torch
 
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
+from invrl.types import WeightVersion
 from invrl.weights.buckets import BucketSender
 from invrl.weights.tensor_spec import spec_of
 
@@ -46,7 +47,7 @@ def run(settings: CheckSettings) -> None:
             for tensor in tensors.values():
                 tensor.add_(0.25)
             started = time.monotonic()
-            staged = sender.stage(version, tensors.items())
+            staged = sender.stage(WeightVersion(version), tensors.items())
             stage_s.append(time.monotonic() - started)
             num_bytes = staged.num_bytes
             receiver.stdin.write(staged.handle + "\n")

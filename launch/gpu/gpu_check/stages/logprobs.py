@@ -44,7 +44,8 @@ def run(settings: CheckSettings) -> None:
 @torch.no_grad()
 def _plain_logprobs(model: str, prompts: list[list[int]], dtype: torch.dtype) -> np.ndarray:
     """Of all tokens but the first of each prompt, one prompt after another."""
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device.device()).eval()
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    plain.to(device.device())  # pyright: ignore[reportArgumentType]
     picked: list[np.ndarray] = []
     for prompt in prompts:
         ids_1T = torch.tensor([prompt], device=device.device())

@@ -1,6 +1,7 @@
 """What the card computes and copies per second, and whether NCCL runs."""
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from gpu_check.packed_rows import milliseconds
 from gpu_check.result import StageSkipped, emit
@@ -27,7 +28,7 @@ def run(settings: CheckSettings) -> None:
         matmul_tflops=2 * _SIDE**3 / matmul_ms / 1e9,
         copy_tb_per_s=2 * _COPIED_BYTES / copy_ms / 1e9,
     )
-    store = torch.distributed.HashStore()
+    store = HashStore()
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     ones = torch.ones(4, device="cuda")
     torch.distributed.all_reduce(ones)

@@ -1,0 +1,158 @@
+"""What is one kernel on a GPU, beside the operations that it stands in for. Here torch.compile traces it and
+makes no code, except where a test compiles it for the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_token_logprobs import Problem, assert_equal, set_block_tokens
+from torch._dynamo.utils import counters
+
+from invrl.train import device, logprobs
+from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.packing import pack
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "fuses", lambda: True)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
+    """Two equal rows, one that leaves them in its middle, and one at another temperature."""
+    rng = np.random.default_rng(length)
+    tokens_T = rng.integers(0, 43, length).astype(np.int32)
+    other_T = tokens_T.copy()
+    other_T[length // 2 :] = rng.integers(0, 43, length - length // 2)
+    wanted_N = np.arange(3, length)
+    rows = [
+        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=0.8),
+        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3),
+    ]
+    if num_candidates:
+        candidates_NK = np.tile(np.arange(num_candidates, dtype=np.int32), (len(wanted_N), 1))
+        rows = [replace(row, candidates_NK=candidates_NK) for row in rows]
+    (micro_batch,) = pack(rows, max_tokens=1000, share_prefixes=True)
+    assert len(micro_batch.targets_N) > len(micro_batch.project_U), "some rows of logits have several targets"
+    return micro_batch
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("block_tokens", [64, 16, 5])
+@pytest.mark.parametrize("num_candidates", [0, 4])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+def test_logprobs_and_gradients_are_those_of_the_formulas(
+    monkeypatch: pytest.MonkeyPatch, block_tokens: int, num_candidates: int, entropy_weight: float
+) -> None:
+    set_block_tokens(monkeypatch, block_tokens)
+    problem = Problem.random(shared_rows(30, num_candidates), entropy_weight=entropy_weight)
+    assert_equal(problem.measured(), problem.exact())
+    assert counters["stats"]["unique_graphs"] >= 2, "forward and backward pass are compiled"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_all_lengths_of_micro_batches_share_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_block_tokens(monkeypatch, 16)
+    for length in (30, 24, 37, 50, 41):
+        Problem.random(shared_rows(length)).measured()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_bfloat16_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target's own term is added before."""
+    set_block_tokens(monkeypatch, 64)
+    problem = Problem.random(shared_rows(30), torch.bfloat16)
+    fused = problem.measured()
+    monkeypatch.setattr(device, "fuses", lambda: False)
+    plain = problem.measured()
+    torch.testing.assert_close(fused.weight_grad_VH, plain.weight_grad_VH, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(fused.hidden_grad_UH, plain.hidden_grad_UH, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_soft_cap_is_not_left_out(softcap: float | None) -> None:
+    problem = Problem.random(shared_rows(30), softcap=softcap)
+    assert_equal(problem.measured(), problem.exact())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_queries_are_turned_as_by_megatron() -> None:
+    device.prepare()
+    from megatron.core.models.common.embeddings import rope_utils
+
+    plain: Any = rope_utils._apply_rotary_pos_emb_bshd
+    fused = device.fused(plain)
+    options = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}
+    for num_tokens, num_heads in ((8, 4), (8, 2), (24, 4), (40, 2)):
+        angles = torch.rand(num_tokens, 1, 1, 16) * 50
+        vectors = torch.randn(num_tokens, 1, num_heads, 32, requires_grad=True)
+        output_grad = torch.randn_like(vectors)
+        expected = plain(vectors, angles, **options)
+        found = fused(vectors, angles, **options)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, vectors, output_grad),
+            torch.autograd.grad(expected, vectors, output_grad),
+        )
+
+
+def test_swiglu_and_its_gradient_are_those_of_the_formula() -> None:
+    """Megatron's own, which torch compiles on a GPU when it is first called."""
+    device.prepare()
+    from megatron.core.fusions import fused_bias_swiglu
+
+    gates_and_values = torch.randn(6, 1, 20, dtype=torch.float64, requires_grad=True)
+    output_grad = torch.randn(6, 1, 10, dtype=torch.float64)
+    gates, values = gates_and_values.chunk(2, dim=-1)
+    expected = gates * torch.sigmoid(gates) * values
+    found = fused_bias_swiglu.bias_swiglu_impl(gates_and_values, None)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, gates_and_values, output_grad),
+        torch.autograd.grad(expected, gates_and_values, output_grad),
+    )
+
+
+def test_the_functions_compile_for_a_device() -> None:
+    """Into code of the CPU, as on a GPU into Triton's."""
+    device.prepare()
+    from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
+
+    logits_UW = torch.randn(12, 40)
+    numbers = [torch.rand(12) + 0.5 for _ in range(5)]
+    for function, arguments in (
+        (logprobs._statistics, (logits_UW, numbers[0])),
+        (logprobs._gradient_without_targets, (logits_UW, *numbers)),
+        (swiglu, (logits_UW,)),
+        (swiglu_back, (logits_UW[:, :20], logits_UW)),
+    ):
+        compiled = torch.compile(function, dynamic=True)
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_gradients_are_clipped_as_by_megatron() -> None:
+    device.prepare()
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    from invrl.train.megatron_repairs import norm_of_all, scale_all
+
+    gradients = [torch.randn(shape) for shape in ((3, 5), (7,), ())]
+    flag = torch.zeros(1, dtype=torch.int)
+    expected_norm, _ = local_multi_tensor_l2_norm(0, flag, [gradients], False)
+    norm, _ = norm_of_all(0, flag, [gradients], False)
+    torch.testing.assert_close(norm, expected_norm)
+    expected = [torch.empty_like(gradient) for gradient in gradients]
+    local_multi_tensor_scale(0, flag, [gradients, expected], 0.3)
+    scale_all(0, flag, [gradients, gradients], 0.3)
+    torch.testing.assert_close(gradients, expected)
