@@ -326,9 +326,10 @@ class StagedWeights:
     """Belongs to the transport and is opaque to the transaction: path and slot for the arena, serialized
     handles for buckets."""
     checksums: Mapping[str, str]
-    """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major), or the checksum of
-    `weights/multilinear.py` for engines of several ranks."""
+    """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major), or `checksums_add_up`."""
     num_bytes: int
+    checksums_add_up: bool = False
+    """The checksums are those of `weights/multilinear.py`: for engines of several ranks, and on a GPU."""
 
 
 class WeightSender(Protocol):

@@ -16,8 +16,8 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
-from invrl.weights.multilinear import checksum_of_whole
-from invrl.weights.tensor_spec import checksum, spec_of
+from invrl.weights.checksums import checksums_of, whole_hash
+from invrl.weights.tensor_spec import spec_of
 
 _FACTORS = (1.03, 0.98, 0.99)
 """What the weights are multiplied with, in turns. Each changes every bfloat16 but 0, no two in a row take
@@ -31,7 +31,7 @@ class ChangingWeights:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device | None = None) -> None:
         """`device`: the GPU that has the tensors, and takes the arena; None for the host's memory."""
         self._tensors = tensors
-        self._hash = checksum if device is None else checksum_of_whole
+        self._hash_tensors = whole_hash(adds_up=device is not None)
         self._layout: WeightLayout = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
         self._writer = self._make_writer(device)
         self._num_changes = 0
@@ -64,7 +64,7 @@ class ChangingWeights:
                 tensor.mul_(factor)
 
     def _checksums(self) -> dict[str, str]:
-        return {name: self._hash(tensor) for name, tensor in self._tensors.items()}
+        return checksums_of(self._tensors, self._hash_tensors)
 
 
 class BroadcastWeights(ChangingWeights):

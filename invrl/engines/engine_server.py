@@ -68,6 +68,19 @@ def count_gpus() -> int:
     return count.value if succeeded else 0
 
 
+def smallest_gpu_bytes() -> int:
+    """Memory of the smallest of these GPUs; 0 without one."""
+    sizes: list[int] = []
+    for index in range(count_gpus()):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        device = ctypes.c_int(0)
+        size = ctypes.c_size_t(0)
+        if cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
+            cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        sizes.append(size.value)
+    return min(sizes, default=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
     """Where an engine listens, and the key that it has for whoever comes with the same."""

@@ -87,6 +87,7 @@ class EngineReceiver(ABC):
         """
         if set(staged.checksums) != {spec.name for spec in layout}:
             raise LayoutError("the staged tensors are not those of the layout", engine=self.name)
+        self._checksums_add_up = staged.checksums_add_up
         if layout != self._approved_layout:
             async with self._update():
                 await self._ask_loader(layout)
@@ -286,7 +287,6 @@ class ArenaReceiver(EngineReceiver):
         holds what was staged."""
         arena = _arena_of(staged)
         arena.check()
-        self._checksums_add_up = self._num_ranks > 1 or arena.cuda is not None
         await super().check(layout, staged)
         if self._aliases and arena.cuda is None:
             held = await asyncio.to_thread(hash_slot, arena, layout)

@@ -32,7 +32,7 @@ from invrl.algorithms.mismatched_rows import with_mismatched_rows
 from invrl.algorithms.objectives import needs_of
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
-from invrl.engines.engine_server import count_gpus
+from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
@@ -48,6 +48,7 @@ from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.tasks import load_tasks
+from invrl.run.arena_device import arena_on_gpu
 from invrl.run.awaited_work import PartsStarting
 from invrl.run.config import Config
 from invrl.run.ray_session import start_ray
@@ -333,7 +334,7 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
         algorithm=config.algorithm,
         weight_dtype=config.engine.engine_dtype,
         transport=config.weight_sync.weight_transport,
-        arena_on_gpu=config.weight_sync.weight_arena_device == "cuda",
+        arena_on_gpu=arena_on_gpu(config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()),
         engine_ranks=config.engine.engine_tp_size,
         weight_folder=str(_weight_folder(config, folder)),
         weight_full_every=config.weight_sync.weight_full_every,

@@ -143,13 +143,16 @@ def _weight_sync(config: Config) -> Contradictions:
     if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
         reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
         yield "weight_sync.weight_arena", reason, "leave --weight-transport or --weight-arena out"
-    if weight_sync.weight_arena_device != "cpu":
+    if weight_sync.weight_arena_device == "cuda":
         if weight_sync.weight_transport != "arena":
             reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
             yield "weight_sync.weight_arena_device", reason, "leave --weight-transport or this out"
         if weight_sync.weight_arena == "alias":
             reason = "SGLang's CUDA graphs compute with the memory that they were captured with"
             yield "weight_sync.weight_arena", reason, "leave it out: engines copy within the GPU"
+        if len(config.train.layout.model_copy(0)) > 1:
+            reason = "several trainer ranks write the arena, and each sees its own GPU alone"
+            yield "weight_sync.weight_arena_device", reason, "leave it out, or do not divide the model"
     if weight_sync.weight_folder and weight_sync.weight_transport not in ("disk", "delta"):
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
         yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"

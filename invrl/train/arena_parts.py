@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,11 @@ from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
+from invrl.weights.checksums import HashTensors, checksums_of
 from invrl.weights.tensor_slice import TensorPart
 from invrl.weights.tensor_spec import num_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from invrl.weights.arena import Slot
 
 
@@ -93,12 +92,13 @@ def stage_first(
         for rank in others:
             _send(place, rank)
         written = [write_parts(slot, parts)]
+        _wait_for_device(slot)  # other ranks hash what this one has written
         written += [_receive(rank) for rank in others]
         check_covered(layout, written)
         own_share, *other_shares = shares(layout, 1 + len(others))
         for rank, share in zip(others, other_shares, strict=True):
             _send(share, rank)
-        checksums = {name: writer.hash_tensor(slot[name]) for name in own_share}
+        checksums = checksums_of({name: slot[name] for name in own_share}, writer.hash_tensors)
         for rank in others:
             checksums |= _receive(rank)
     return writer.staged(version, place, checksums)
@@ -108,7 +108,7 @@ def stage_other(
     layout: WeightLayout,
     parts: Iterable[TensorPart],
     first: int,
-    hash_tensor: Callable[[torch.Tensor], str],
+    hash_tensors: HashTensors,
 ) -> None:
     """On every other rank of the copy. `first`: the rank that owns the arena."""
     place: ArenaHandle = _receive(first)
@@ -117,7 +117,7 @@ def stage_other(
     _wait_for_device(slot)
     _send(written, first)
     share: list[str] = _receive(first)
-    _send({name: hash_tensor(slot[name]) for name in share}, first)
+    _send(checksums_of({name: slot[name] for name in share}, hash_tensors), first)
 
 
 def _wait_for_device(slot: Slot) -> None:

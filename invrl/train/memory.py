@@ -46,7 +46,7 @@ class MemoryEstimate:
     heap: float
     """On a CPU: free memory between the tensors of a step, which malloc has and cannot use."""
     staging: float
-    """Weights that are staged for engines on the same machine: both slots, on the rank that sends."""
+    """Weights that are staged for engines in the same memory: both slots, on the rank that sends."""
     copy: float
     """On a CPU: of a checkpoint that is written beside training, on the first of the ranks with equal
     weights. The rank that collects the model has it for Hugging Face too."""
@@ -85,6 +85,8 @@ class MemoryBudget:
     copies_checkpoints: bool
     """Whether checkpoints are written beside training, from a copy."""
     on_cuda: bool
+    arena_on_gpu: bool
+    """Weights are staged in the memory of the first rank's GPU."""
 
     @staticmethod
     def of(
@@ -100,6 +102,7 @@ class MemoryBudget:
         megatron: Mapping[str, object],
         copies_checkpoints: bool,
         on_cuda: bool,
+        arena_on_gpu: bool = False,
     ) -> "MemoryBudget":
         """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*` options."""
         config = read_hf_config(folder)
@@ -117,6 +120,7 @@ class MemoryBudget:
             recomputation=Recomputation.of(megatron),
             copies_checkpoints=copies_checkpoints,
             on_cuda=on_cuda,
+            arena_on_gpu=arena_on_gpu,
         )
 
     def largest(self, num_tokens: int | None = None) -> MemoryEstimate:
@@ -161,7 +165,7 @@ class MemoryBudget:
         of_vocabulary = (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
         gradients = parameters * 4 + max(of_vocabulary, self._gradient_of_experts(stage))
         staging = 0.0
-        if is_first and not self.on_cuda:
+        if is_first and self.arena_on_gpu == self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
         copy = 0.0
         if self.copies_checkpoints and not self.on_cuda:

@@ -11,7 +11,7 @@ functions.
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
@@ -42,9 +42,10 @@ from invrl.train.step_place import StepPlace
 from invrl.train.values_of_shard import ValuesOfShard
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import WeightVersion
-from invrl.weights.arena import ArenaWriter, slot_hash
+from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender
+from invrl.weights.checksums import HashTensors, whole_hash
 from invrl.weights.file_server import WeightFileServer
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class TrainRank(SavingRank):
             megatron=settings.megatron,
             copies_checkpoints=False,  # until the first copy
             on_cuda=device.on_cuda(),
+            arena_on_gpu=settings.arena_on_gpu,
         )
         self._largest_micro_batch = 0
         self._num_batches = 0
@@ -269,9 +271,9 @@ class TrainRank(SavingRank):
         return staged
 
     @property
-    def _slot_hash(self) -> Callable[[torch.Tensor], str]:
+    def _slot_hash(self) -> HashTensors:
         several_ranks = self._settings.engine_ranks > 1
-        return slot_hash(checksums_add_up=several_ranks, on_gpu=self._settings.arena_on_gpu)
+        return whole_hash(adds_up=several_ranks or self._settings.arena_on_gpu)
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """As `Broadcaster.offer`. Only with the transport `collective`, on the rank that has staged."""

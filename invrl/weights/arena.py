@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -28,12 +28,11 @@ from msgspec import structs
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
+from invrl.weights.checksums import checksums_of, copy_all, whole_hash, xxh3_checksums
 from invrl.weights.cuda_memory import CudaHandle, allocate, open_memory
-from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
-from invrl.weights.tensor_spec import checksum, copy_hashed, num_bytes
-from invrl.weights.tensor_threads import by_threads
+from invrl.weights.tensor_spec import num_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +113,6 @@ def _slots_of(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
     return slot(0), slot(sizes.num_bytes)
 
 
-def slot_hash(*, checksums_add_up: bool, on_gpu: bool) -> Callable[[torch.Tensor], str]:
-    """How the tensors of a slot are hashed."""
-    return checksum_of_whole if checksums_add_up or on_gpu else checksum
-
-
 @lru_cache(maxsize=1)
 def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> tuple[Slot, Slot]:
     """The slots of an arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
@@ -140,7 +134,7 @@ def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
     or if the slot is being written."""
     slot = mapped_slot(arena, layout)
     with SlotLease(arena.path, arena.slot, writes=False):
-        return by_threads(lambda _, tensor: checksum(tensor), slot.items())
+        return checksums_of(slot, xxh3_checksums)
 
 
 class ArenaWriter:
@@ -150,8 +144,9 @@ class ArenaWriter:
         self, layout: WeightLayout, *, checksums_add_up: bool = False, device: torch.device | None = None
     ) -> None:
         """`checksums_add_up`: for engines of several ranks, which hash slices (`multilinear.py`). `device`: a
-        GPU whose memory takes the slots; None for the host's."""
-        self.hash_tensor = slot_hash(checksums_add_up=checksums_add_up, on_gpu=device is not None)
+        GPU whose memory takes the slots, where checksums always add up; None for the host's."""
+        self._checksums_add_up = checksums_add_up or device is not None
+        self.hash_tensors = whole_hash(adds_up=self._checksums_add_up)
         descriptor = os.memfd_create("invrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._cuda: CudaHandle | None = None
@@ -168,8 +163,7 @@ class ArenaWriter:
         """Write each tensor of the layout once, in any order, from any device. Waits for engines that read
         the slot. Raises LayoutError, and WeightSyncError if an engine reads the slot for too long."""
         with self.writing(version) as (place, slot):
-            # A checksum is of bytes that have been read back, so on a GPU too all is written at the end.
-            checksums = _write(tensors, slot, self.hash_tensor)
+            checksums = copy_all(slot, _placed(tensors, slot), self.hash_tensors)
         return self.staged(version, place, checksums)
 
     @contextmanager
@@ -198,19 +192,9 @@ class ArenaWriter:
             version=version,
             handle=msgspec.json.encode(handle).decode(),
             checksums=checksums,
+            checksums_add_up=self._checksums_add_up,
             num_bytes=sum(view.nbytes for view in slot.values()),
         )
-
-
-def _write(
-    tensors: Iterable[tuple[str, torch.Tensor]], views: Slot, hash_tensor: Callable[[torch.Tensor], str]
-) -> dict[str, str]:
-    """Writes each tensor to its place in the slot. Returns checksums of the places. Raises LayoutError."""
-
-    def write(name: str, tensor: torch.Tensor) -> str:
-        return copy_hashed(views[name], tensor, hash_tensor)
-
-    return by_threads(write, _placed(tensors, views))
 
 
 def _placed(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> Iterator[tuple[str, torch.Tensor]]:

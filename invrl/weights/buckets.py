@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.checksums import checksums_of, whole_hash
 from invrl.weights.engine_parameters import in_one_call
-from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
+from invrl.weights.tensor_spec import num_bytes, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +46,13 @@ class BucketSender:
         for names in self._bucket_names():
             payload = self._serialise_bucket(version, tensors_by_name, names)
             payloads.append(payload)
-        checksums = {name: checksum(tensor) for name, tensor in tensors_by_name.items()}
+        on_gpu = any(tensor.is_cuda for tensor in tensors_by_name.values())
+        checksums = checksums_of(tensors_by_name, whole_hash(adds_up=on_gpu))
         return StagedWeights(
             version=version,
             handle=json.dumps(payloads),
             checksums=checksums,
+            checksums_add_up=on_gpu,
             num_bytes=sum(num_bytes(spec) for spec in self._layout),
         )
 
@@ -82,8 +85,11 @@ class BucketSender:
 
         sglang_on_cpu.make_importable()
         from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+        # A handle of CUDA IPC then names its GPU by the UUID: engines may number the GPUs differently.
+        monkey_patch_torch_reductions()
         named_tensors = [(name, tensors[name].contiguous()) for name in names]
         bucket = FlattenedTensorBucket(named_tensors=named_tensors)
         flat = bucket.get_flattened_tensor()

@@ -39,8 +39,10 @@ class WeightSyncConfig(Section):
     weight_arena: Literal["copy", "alias"] = Field(
         "copy", description="'arena': engines copy the weights, or compute with the shared memory itself"
     )
-    weight_arena_device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="'arena': in the host's memory, or in a GPU's, opened by CUDA IPC"
+    weight_arena_device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="'arena': in the host's memory, or in a GPU's, opened by CUDA IPC; "
+        "'auto': in the GPU's if trainer and engines share one that has room",
     )
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"

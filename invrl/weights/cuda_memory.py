@@ -2,8 +2,9 @@
 
 A handle is 64 bytes of the driver, which travel as base64 in JSON, with the GPU's UUID: processes may number
 the GPUs differently. The memory is the driver's own, not a part of torch's cache, so the handle is of its
-beginning and nothing else lies in it. The process that allocates must outlive what others do with it; the
-driver frees it when the last of them has ended, however that ends.
+beginning and nothing else lies in it. The process that allocates must outlive what others do with it. A
+process that opened it closes it with the last tensor over it, so an engine that gets a new trainer does not
+keep the memory of the one before. The driver frees it when all of them have ended, however they end.
 
 Written after CUDA's documentation; it has not been run on a GPU yet. Imports torch only where it is used.
 """
@@ -11,6 +12,7 @@ Written after CUDA's documentation; it has not been run on a GPU yet. Imports to
 from __future__ import annotations
 
 import ctypes
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -42,7 +44,8 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _DeviceBytes:
-    """Memory at an address, as torch takes it."""
+    """Memory at an address, as torch takes it: a tensor made of it is over the same memory, and its storage
+    keeps this object."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -70,11 +73,11 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHa
         offset=0,
         ipc_handle=bytes(ipc_handle.reserved),
     )
-    return _tensor_at(address.value, num_bytes, index), handle
+    return _tensor_over(_DeviceBytes(address.value, num_bytes), index), handle
 
 
 def open_memory(handle: CudaHandle) -> torch.Tensor:
-    """The bytes of another process's memory, which stays open as long as this process lives.
+    """The bytes of another process's memory, which stays open as long as there is a tensor over it.
 
     Raises WeightSyncError if this process does not see that GPU, or if the memory is gone.
     """
@@ -94,20 +97,33 @@ def open_memory(handle: CudaHandle) -> torch.Tensor:
         address = ctypes.c_uint64()
         ipc_handle = _IpcHandle.from_buffer_copy(handle.ipc_handle)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, ctypes.c_uint(_ENABLE_PEER_ACCESS))
-    return _tensor_at(address.value + handle.offset, handle.num_bytes, index)
+    memory = _DeviceBytes(address.value + handle.offset, handle.num_bytes)
+    weakref.finalize(memory, _close, address.value, index).atexit = False  # the driver closes it then
+    return _tensor_over(memory, index)
+
+
+def _close(address: int, device_index: int) -> None:
+    """May be called by any thread, whenever the last tensor is gone."""
+    import torch
+
+    with torch.cuda.device(device_index):
+        torch.cuda.synchronize()  # no kernel may still read it
+        _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
 def _device_uuids() -> list[str]:
-    """Of the GPUs that this process sees, by their numbers."""
+    """Of the GPUs that this process sees, by their numbers. Tools of NVIDIA's, unlike torch, write "GPU-"
+    before them."""
     import torch
 
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    return [uuid.removeprefix("GPU-") for uuid in uuids]
 
 
-def _tensor_at(address: int, num_bytes: int, device_index: int) -> torch.Tensor:
+def _tensor_over(memory: _DeviceBytes, device_index: int) -> torch.Tensor:
     import torch
 
-    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=torch.device("cuda", device_index))
+    return torch.as_tensor(memory, device=torch.device("cuda", device_index))
 
 
 @cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
 from invrl.weights.arena import ArenaHandle, mapped_slot
 from invrl.weights.broadcast import GroupInvitation, receive_weights
+from invrl.weights.checksums import HashTensors, checksums_of, copy_all, xxh3_checksums
 from invrl.weights.delta_folder import load_chain
 from invrl.weights.engine_parameters import (
     EXPERTS,
@@ -38,12 +39,11 @@ from invrl.weights.engine_parameters import (
     tensors_of,
     tensors_of_expert,
 )
-from invrl.weights.multilinear import checksum_of_slice
+from invrl.weights.multilinear import checksums_of_slices
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
-from invrl.weights.tensor_spec import checksum, copy_hashed, num_bytes
-from invrl.weights.tensor_threads import by_threads
+from invrl.weights.tensor_spec import num_bytes
 from invrl.weights.weight_files import FetchedFiles, FileSource, WeightFiles
 from invrl.weights.weight_folder import read_folder
 
@@ -152,9 +152,12 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     slices = _slices(model, parameters, request)
     own_tensors = [slices[spec.name].spec_of(spec) for spec in request.tensors]
     places = plan(parameters, own_tensors)
-    hashes = _hashes(request, slices)
+    hash_tensors = _hash_of(request, slices)
     if request.alias:
         _check_alias(model, parameters, places, request.tensors)
+    on_gpu = any(place.is_cuda for place in places.values())
+    if on_gpu:
+        _wait_for_kernels()  # a forward pass, which has a stream of its own, may still read the parameters
     checksums: dict[str, str] = {}
     aliased: tuple[str, ...] = ()
     if request.arena is not None:
@@ -168,13 +171,13 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
                 sources = {name: slices[name].of(slot[name]) for name in places}
-                checksums = _copy_hashed(places, sources, hashes)
+                checksums = copy_all(places, sources.items(), hash_tensors)
             _compute_derived(model)
     elif request.folder or request.chain:
         with closing(_files(request)) as files:
             if request.folder:
                 tensors = read_folder(request.folder, request.tensors, files)
-                checksums = _copy_hashed(places, tensors, hashes)
+                checksums = copy_all(places, tensors.items(), hash_tensors)
             else:
                 load_chain(request.chain, request.tensors, places, files)
         _compute_derived(model)
@@ -182,7 +185,9 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         receive_weights(request.broadcast, request.tensors, places)
         _compute_derived(model)
     if request.digest:
-        checksums = by_threads(lambda name, place: hashes[name](place), places.items())
+        checksums = checksums_of(places, hash_tensors)
+    if on_gpu:
+        _wait_for_kernels()  # the next forward pass does not wait for this stream
     return LoaderReply(checksums=checksums, aliased=aliased)
 
 
@@ -195,19 +200,6 @@ def _files(request: LoaderRequest) -> WeightFiles:
         deadline_s=request.fetch_deadline_s,
         max_file_bytes=2 * whole_bytes + _SMALL_FILE_BYTES,
     )
-
-
-def _copy_hashed(
-    places: Mapping[str, torch.Tensor],
-    sources: Mapping[str, torch.Tensor],
-    hashes: Mapping[str, Callable[[torch.Tensor], str]],
-) -> dict[str, str]:
-    """Copies into each place, and returns the checksums of what stands there."""
-
-    def copy(name: str, source: torch.Tensor) -> str:
-        return copy_hashed(places[name], source, hashes[name])
-
-    return by_threads(copy, sources.items())
 
 
 def _slices(
@@ -237,16 +229,12 @@ def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
             raise LayoutError(f"the request for rank {rank.index} of the engine has reached rank {index}")
 
 
-def _hashes(
-    request: LoaderRequest, slices: Mapping[str, TensorSlice]
-) -> Mapping[str, Callable[[torch.Tensor], str]]:
-    """How to hash what this rank holds of each tensor."""
+def _hash_of(request: LoaderRequest, slices: Mapping[str, TensorSlice]) -> HashTensors:
+    """How to hash what this rank holds."""
     if not request.checksums_add_up:
-        return {spec.name: checksum for spec in request.tensors}
-    return {
-        spec.name: partial(checksum_of_slice, place=slices[spec.name], whole_shape=spec.shape)
-        for spec in request.tensors
-    }
+        return xxh3_checksums
+    whole_shapes = {spec.name: spec.shape for spec in request.tensors}
+    return partial(checksums_of_slices, places=slices, whole_shapes=whole_shapes)
 
 
 def _compute_derived(model: torch.nn.Module) -> None:
@@ -315,8 +303,6 @@ def _point_at(model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: 
     """From here on the trainer may write the slot that the model pointed at before."""
     for name, parameter in model.named_parameters():
         parameter.data = views[name]
-    if any(view.is_cuda for view in views.values()):
-        _wait_for_kernels()  # some may still read the slot of before
     before = _leases.pop(id(model), None)
     _leases[id(model)] = lease
     if before is not None:

@@ -4,7 +4,7 @@ It is the multilinear hash. A tensor is a matrix of machine words, and its check
 each word times the coefficients of its row and of its column. Coefficients are odd numbers without a pattern,
 so one changed word always changes the sum. The upper bits of a word are first mixed into the lower ones: a
 product carries upwards only, and two changed signs could cancel. It is computed where the tensor is: on a GPU
-nothing is copied to the host.
+by one kernel for all tensors (`gpu_sums.py`), and nothing but the sums is copied to the host.
 
 The ranks of an engine hash their slices with it. Where an engine holds whole tensors in the CPU's memory,
 xxh3 (`tensor_spec.checksum`) takes less time.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,19 +26,27 @@ if TYPE_CHECKING:
 
 _WORD = 8
 _WRAP = (1 << 64) - 1
-_SHIFT = 29
+SHIFT = 29
 """No multiple of a weight's bits: the signs of a word's weights go to places where they cannot cancel."""
-_AFTER_SHIFT = (1 << (64 - _SHIFT)) - 1
-_CPU_BLOCK_BYTES = 1 << 19
+_AFTER_SHIFT = (1 << (64 - SHIFT)) - 1
+_BLOCK_BYTES = 1 << 19
 """Of what is mixed and multiplied at a time: as much as a core's cache holds."""
-_GPU_BLOCK_BYTES = 64 << 20
-_ROW_SEED = 1
-_COLUMN_SEED = 2
+ROW_SEED = 1
+COLUMN_SEED = 2
 
 
 def checksum_of_whole(tensor: torch.Tensor) -> str:
     """16 hex digits."""
-    return f"{_sum_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape)):016x}"
+    return checksums_of_wholes({"": tensor})[""]
+
+
+def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name, as `checksum_of_whole`."""
+    matrices = [
+        _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
+        for tensor in tensors.values()
+    ]
+    return {name: f"{total:016x}" for name, total in zip(tensors, _sums(matrices), strict=True)}
 
 
 def checksum_of_slice(part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]) -> str:
@@ -45,7 +54,22 @@ def checksum_of_slice(part: torch.Tensor, place: TensorSlice, whole_shape: Seque
 
     Raises LayoutError if the cut is not between two words.
     """
-    return f"{place.index}/{place.count}:{_sum_of(part, place, tuple(whole_shape)):016x}"
+    return checksums_of_slices({"": part}, {"": place}, {"": whole_shape})[""]
+
+
+def checksums_of_slices(
+    parts: Mapping[str, torch.Tensor],
+    places: Mapping[str, TensorSlice],
+    whole_shapes: Mapping[str, Sequence[int]],
+) -> dict[str, str]:
+    """By name, as `checksum_of_slice`. Of `places` and `whole_shapes` those with the names of `parts` are
+    used. Raises LayoutError."""
+    matrices = [_matrix_of(part, places[name], tuple(whole_shapes[name])) for name, part in parts.items()]
+    checksums: dict[str, str] = {}
+    for name, total in zip(parts, _sums(matrices), strict=True):
+        place = places[name]
+        checksums[name] = f"{place.index}/{place.count}:{total:016x}"
+    return checksums
 
 
 def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -71,11 +95,34 @@ def _added(slices: Sequence[str]) -> str:
     return f"{sum(int(value, 16) for value in values.values()) & _WRAP:016x}"
 
 
-def _sum_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]) -> int:
+@dataclass(frozen=True, slots=True, eq=False)
+class WordMatrix:
+    """The words of a tensor's slice, and where they are in the whole tensor."""
+
+    words: torch.Tensor
+    """[rows, columns], contiguous: int64, or a narrower integer where a row is no whole number of those."""
+    first_row: int
+    first_column: int
+
+
+def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
+    """The sum of each matrix. Those on a GPU are summed in one kernel, and waited for once."""
+    on_gpu = [index for index, matrix in enumerate(matrices) if matrix.words.is_cuda]
+    sums: dict[int, int] = {}
+    if on_gpu:
+        from invrl.weights.gpu_sums import sums_on_gpu
+
+        sums = dict(zip(on_gpu, sums_on_gpu([matrices[index] for index in on_gpu]), strict=True))
+    for index, matrix in enumerate(matrices):
+        if index not in sums:
+            sums[index] = _sum_on_cpu(matrix)
+    return [sums[index] & _WRAP for index in range(len(matrices))]
+
+
+def _matrix_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]) -> WordMatrix:
+    """Raises LayoutError if the slice begins or ends within a word."""
     import torch
 
-    if part.numel() == 0:
-        return 0
     first_row, first_column, columns = _position(place, whole_shape)
     matrix = part.detach().reshape(-1, columns)
     item = part.element_size()
@@ -84,16 +131,24 @@ def _sum_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
         if first_column * item % _WORD or columns * item % _WORD:
             reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
             raise LayoutError(f"the engine's ranks cannot prove their slices: {reason}")
-        if matrix.data_ptr() % _WORD or matrix.storage_offset() * item % _WORD or not matrix.is_contiguous():
-            matrix = matrix.clone(memory_format=torch.contiguous_format)
-        words = matrix.view(torch.int64)
+        word_dtype = torch.int64
         first_column = first_column * item // _WORD
     else:
-        words = matrix.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item])
+        word_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
+    word_bytes = word_dtype.itemsize
+    is_aligned = matrix.data_ptr() % word_bytes == 0 and matrix.storage_offset() * item % word_bytes == 0
+    if not (matrix.is_contiguous() and is_aligned):
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return WordMatrix(matrix.view(word_dtype), first_row, first_column)
+
+
+def _sum_on_cpu(matrix: WordMatrix) -> int:
+    words = matrix.words
+    if words.numel() == 0:
+        return 0
     num_rows, num_columns = words.shape
-    row_sums = _row_sums(words, _coefficients(_COLUMN_SEED, first_column, num_columns, words.device))
-    total = (row_sums * _coefficients(_ROW_SEED, first_row, num_rows, words.device)).sum()
-    return int(total) & _WRAP
+    row_sums = _row_sums(words, coefficients(COLUMN_SEED, matrix.first_column, num_columns))
+    return int((row_sums * coefficients(ROW_SEED, matrix.first_row, num_rows)).sum())
 
 
 def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -107,39 +162,36 @@ def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, in
     return 0, place.start * step, (place.stop - place.start) * step
 
 
-def _row_sums(words: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.Tensor:
     import torch
 
-    block_bytes = _CPU_BLOCK_BYTES if words.is_cpu else _GPU_BLOCK_BYTES
-    block_rows = min(len(words), max(1, block_bytes // (_WORD * words.shape[1])))
-    memory = torch.empty(block_rows, words.shape[1], dtype=torch.int64, device=words.device)
+    block_rows = min(len(words), max(1, _BLOCK_BYTES // (_WORD * words.shape[1])))
+    memory = torch.empty(block_rows, words.shape[1], dtype=torch.int64)
     sums: list[torch.Tensor] = []
     for block in words.split(block_rows):
         mixed = memory[: len(block)]
         if words.dtype == torch.int64:
-            torch.bitwise_right_shift(block, _SHIFT, out=mixed)
+            torch.bitwise_right_shift(block, SHIFT, out=mixed)
             mixed.bitwise_and_(_AFTER_SHIFT).bitwise_xor_(block)
         else:
             mixed.copy_(block)
-        if words.is_cpu:
-            sums.append(torch.mv(mixed, coefficients))
-        else:  # there is no such product of integers on a GPU
-            sums.append((mixed * coefficients).sum(dim=1))
+        sums.append(torch.mv(mixed, column_coefficients))
     return torch.cat(sums)
 
 
-def _coefficients(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+def coefficients(seed: int, start: int, count: int) -> torch.Tensor:
+    """Those of the rows or columns from `start` on: int64 [count]."""
     size = 1 << (start + count - 1).bit_length()
-    return _table(seed, size, device)[start : start + count]
+    return _table(seed, size)[start : start + count]
 
 
 @lru_cache(maxsize=64)
-def _table(seed: int, size: int, device: torch.device) -> torch.Tensor:
+def _table(seed: int, size: int) -> torch.Tensor:
     """Odd int64 numbers by their index (splitmix64)."""
     import torch
 
     with torch.inference_mode(mode=False):
-        mixed = torch.arange(seed << 40, (seed << 40) + size, dtype=torch.int64, device=device)
+        mixed = torch.arange(seed << 40, (seed << 40) + size, dtype=torch.int64)
         mixed = mixed * _signed(0x9E3779B97F4A7C15)
         mixed = _xor_shift(mixed, 30) * _signed(0xBF58476D1CE4E5B9)
         mixed = _xor_shift(mixed, 27) * _signed(0x94D049BB133111EB)

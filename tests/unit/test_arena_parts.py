@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from threading import Thread
 
 import msgspec
@@ -17,6 +17,7 @@ from invrl.train import arena_parts
 from invrl.train.arena_parts import check_covered, shares, stage_first, stage_other, write_parts
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.checksums import xxh3_checksums
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import TensorPart
 from invrl.weights.tensor_spec import checksum, num_bytes
@@ -72,16 +73,15 @@ def test_two_ranks_write_one_slot_and_share_the_hashing_out(monkeypatch: pytest.
     Wire(monkeypatch)
     hashed: dict[str, list[str]] = {"first": [], "other": []}
     writer = ArenaWriter(LAYOUT)
-    names = {tuple(spec.shape): spec.name for spec in LAYOUT}
 
     def noted(rank: str):
-        def hash_tensor(tensor: torch.Tensor) -> str:
-            hashed[rank].append(names[tuple(tensor.shape)])
-            return checksum(tensor)
+        def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+            hashed[rank] += tensors
+            return xxh3_checksums(tensors)
 
-        return hash_tensor
+        return hash_tensors
 
-    writer.hash_tensor = noted("first")
+    writer.hash_tensors = noted("first")
     other = Thread(target=stage_other, args=(LAYOUT, parts_of(1), 0, noted("other")))
     other.start()
     staged = stage_first(writer, VERSION, LAYOUT, parts_of(0), [1])

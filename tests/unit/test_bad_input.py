@@ -581,6 +581,12 @@ def test_a_place_where_metrics_cannot_be_shown(
             "leave --weight-transport",
         ),
         (
+            ["--weight-arena-device", "cuda", "--tensor-model-parallel-size", "2"],
+            "weight_sync.weight_arena_device",
+            "sees its own GPU alone",
+            "do not divide the model",
+        ),
+        (
             ["--weight-arena-device", "cuda", "--weight-arena", "alias"],
             "weight_sync.weight_arena",
             "CUDA graphs",

@@ -31,7 +31,7 @@ from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.transaction import load_verified
 
 GPU = torch.device("cuda", 0)
-UUIDS = ["11111111-0000", "22222222-0000"]
+UUIDS = ["GPU-11111111-0000", "22222222-0000"]
 
 
 class Driver:
@@ -58,9 +58,26 @@ class Driver:
         self.opened.append((self.device, address._obj.value))
         return self.status
 
+    def cuIpcCloseMemHandle(self, address) -> int:
+        self.opened.remove((self.device, address.value))
+        return 0
+
     def cuGetErrorName(self, status, name) -> int:
         name._obj.value = b"CUDA_ERROR_INVALID_HANDLE"
         return 0
+
+
+class OpenedBytes:
+    """In the place of a tensor: it refers to what it is over."""
+
+    def __init__(self, memory, device_index: int) -> None:
+        self._memory = memory
+        self._device_index = device_index
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        interface = self._memory.__cuda_array_interface__
+        return interface["data"][0], interface["shape"][0], self._device_index
 
 
 @pytest.fixture
@@ -74,7 +91,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         fake.device = -1
 
     monkeypatch.setattr(cuda_memory, "_driver", lambda: fake)
-    monkeypatch.setattr(cuda_memory, "_tensor_at", lambda *place: place)
+    monkeypatch.setattr(cuda_memory, "_tensor_over", OpenedBytes)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
@@ -88,19 +105,23 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, handle = cuda_memory.allocate(1000, torch.device("cuda", 1))
-    assert memory == (8192, 1000, 1)
+    assert memory.place == (8192, 1000, 1)
     sent = msgspec.json.encode(handle)
     fields = json.loads(sent)
-    assert (fields["device_uuid"], fields["num_bytes"], fields["offset"]) == (UUIDS[1], 1000, 0)
+    assert (fields["device_uuid"], fields["num_bytes"], fields["offset"]) == ("22222222-0000", 1000, 0)
     assert len(base64.b64decode(fields["ipc_handle"])) == 64
     received = msgspec.json.decode(sent, type=CudaHandle)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index])
     )
-    assert cuda_memory.open_memory(received) == (8192, 1000, 0)  # this process numbers the GPUs otherwise
+    opened = cuda_memory.open_memory(received)
+    assert opened.place == (8192, 1000, 0)  # this process numbers the GPUs otherwise
     assert driver.opened == [(0, 8192)]
+    del opened
+    assert driver.opened == []
     later = msgspec.structs.replace(received, offset=64)
-    assert cuda_memory.open_memory(later) == (8256, 1000, 0)
+    assert cuda_memory.open_memory(later).place == (8256, 1000, 0)
+    assert driver.opened == []  # closed where it was opened, not at the offset
 
 
 def test_what_cannot_be_opened_is_an_error_that_says_why(

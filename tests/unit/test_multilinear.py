@@ -47,12 +47,11 @@ def test_the_checksums_of_slices_add_up_to_that_of_the_whole(
 
 def test_it_is_the_sum_that_the_docstring_says() -> None:
     """Against whole numbers without a limit, so that wrapping is right."""
-    from invrl.weights.multilinear import _COLUMN_SEED, _ROW_SEED, _coefficients
+    from invrl.weights.multilinear import COLUMN_SEED, ROW_SEED, coefficients
 
     words = MATRIX.view(torch.int64)
-    device = torch.device("cpu")
-    rows = _coefficients(_ROW_SEED, 0, words.shape[0], device).tolist()
-    columns = _coefficients(_COLUMN_SEED, 0, words.shape[1], device).tolist()
+    rows = coefficients(ROW_SEED, 0, words.shape[0]).tolist()
+    columns = coefficients(COLUMN_SEED, 0, words.shape[1]).tolist()
     assert all(number % 2 for number in rows + columns)
     total = sum(
         (word ^ (word % 2**64 >> 29)) * rows[row] * columns[column]

@@ -22,7 +22,7 @@ import torch
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weights import arena, in_engine
+from invrl.weights import arena, checksums, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.in_engine import LoaderRequest, read_reply
 from invrl.weights.tensor_spec import copy_hashed
@@ -50,8 +50,7 @@ def kill_in_copy(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return copy_hashed(target, source, hash_tensor)
 
-    arena.copy_hashed = deadly
-    in_engine.copy_hashed = deadly
+    checksums.copy_hashed = deadly
 
 
 def serve(connection: Connection, answer: Callable[[Any], object]) -> None:

@@ -37,7 +37,7 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """This machine. Memory is also bounded by a container's limit."""
-    from invrl.engines.engine_server import count_gpus
+    from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
 
     memory_free, memory_total = memory_of(_CONTROL_GROUP)
     shared_memory = 0
@@ -47,7 +47,7 @@ def look_at_machine() -> Machine:
         python=sys.version_info[:2],
         cpus=len(os.sched_getaffinity(0)),
         gpus=count_gpus(),
-        gpu_memory_bytes=_smallest_gpu(),
+        gpu_memory_bytes=smallest_gpu_bytes(),
         nvidia=Path("/proc/driver/nvidia/version").exists(),
         is_slow_in_bfloat16=_lacks_avx512(),
         torch=installed_version("torch") or "(none)",
@@ -61,17 +61,6 @@ def _lacks_avx512() -> bool:
     """False for other processors than x86."""
     flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
     return bool(flags) and "avx512f" not in flags[0].split()
-
-
-def _smallest_gpu() -> int:
-    """Bytes of memory; 0 without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    return min(
-        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
-    )
 
 
 def memory_of(control_group: Path) -> tuple[int, int]:

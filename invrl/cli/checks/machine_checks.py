@@ -21,6 +21,7 @@ from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
+from invrl.run.arena_device import arena_on_gpu
 from invrl.run.config import Config
 from invrl.train.kernels import Kernels
 from invrl.train.memory import MemoryBudget
@@ -260,9 +261,14 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             megatron=config.megatron,
             copies_checkpoints=config.run.async_checkpoints,
             on_cuda=machine.gpus > 0,
+            arena_on_gpu=_arena_on_gpu(config, machine),
         )
     except (ConfigError, LookupError, OSError, ValueError):
         return None
+
+
+def _arena_on_gpu(config: Config, machine: Machine) -> bool:
+    return arena_on_gpu(config, gpus=machine.gpus, gpu_bytes=machine.gpu_memory_bytes)
 
 
 def _needed_memory(config: Config, machine: Machine) -> float:
@@ -276,7 +282,8 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     budget = _trainer_memory(config, machine)
     copies = budget.copy_bytes if budget else 0.0
     if machine.gpus:
-        return 2 * _GB + 2 * weights + weights * (engines + layout.data) + copies
+        staged = 0 if _arena_on_gpu(config, machine) else 2 * weights
+        return 2 * _GB + staged + weights * (engines + layout.data) + copies
     processes = engines * config.engine.engine_tp_size
     needed = 2 * _GB + processes * 1.5 * _GB + 2 * engines * weights + copies
     if budget is None:

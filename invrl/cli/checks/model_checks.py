@@ -136,7 +136,7 @@ def check_engine_here(config: Config, machine: Machine) -> None:
         raise ConfigError("model.model_path", model_type, reason, fix)
     _check_engine_ranks(config, machine)
     arena_device = config.weight_sync.weight_arena_device
-    if arena_device != "cpu" and machine.gpus == 0:
+    if arena_device == "cuda" and machine.gpus == 0:
         reason = "there is no GPU whose memory trainer and engines could share"
         raise ConfigError("weight_sync.weight_arena_device", arena_device, reason, "leave it out")
 

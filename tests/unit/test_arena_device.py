@@ -1,0 +1,93 @@
+"""Where the weight arena is: in the memory of the one GPU that trainer and engines share, if it has room."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.cli.flags import parse_flags
+from invrl.engines import engine_server
+from invrl.run.arena_device import arena_on_gpu
+from invrl.run.config import Config, resolve
+from invrl.train.config import TrainConfig
+from invrl.train.hf_config import read_hf_config
+from invrl.train.memory import MemoryBudget
+from invrl.train.model_size import ModelSize
+
+H100_BYTES = 80 * 10**9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def configured(model: Path, *flags: str) -> Config:
+    required = ["--model-path", str(model), "--rollout-function-path", "agent:rollout"]
+    return resolve(*parse_flags([*required, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "expected"),
+    [
+        ([], 1, True),
+        ([], 0, False),
+        ([], 2, False),
+        (["--weight-arena-device", "cpu"], 1, False),
+        (["--weight-arena-device", "cuda"], 2, True),
+        (["--weight-arena", "alias"], 1, False),
+        (["--weight-transport", "bucket"], 1, False),
+        (["--engine-tp-size", "2"], 1, True),
+    ],
+)
+def test_it_is_on_the_gpu_that_both_share_unless_a_setting_says_otherwise(
+    model: Path, flags: list[str], gpus: int, expected: bool
+) -> None:
+    assert arena_on_gpu(configured(model, *flags), gpus=gpus, gpu_bytes=H100_BYTES) is expected
+
+
+def test_both_slots_take_an_eighth_of_the_gpu_at_most(model: Path) -> None:
+    size = ModelSize.of(model, read_hf_config(model)).total
+    for dtype, item in (("bfloat16", 2), ("float32", 4)):
+        config = configured(model, "--engine-dtype", dtype)
+        room = 8 * 2 * item * size
+        assert arena_on_gpu(config, gpus=1, gpu_bytes=room)
+        assert not arena_on_gpu(config, gpus=1, gpu_bytes=room - 1)
+
+
+def test_the_estimate_of_a_rank_counts_the_slots_where_they_are(model: Path) -> None:
+    size = ModelSize.of(model, read_hf_config(model)).total
+    on_cpu = MemoryBudget.of(
+        TrainConfig(),
+        model,
+        frozen_models=0,
+        served_dtype="bfloat16",
+        megatron={},
+        copies_checkpoints=False,
+        on_cuda=False,
+    )
+    for on_cuda, in_gpu, slots in ((False, False, 2), (True, False, 0), (True, True, 2)):
+        budget = replace(on_cpu, on_cuda=on_cuda, arena_on_gpu=in_gpu)
+        assert budget.largest().staging == slots * 2 * size
+
+
+def test_the_smallest_gpu_is_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [80 << 30, 40 << 30]
+
+    class Driver:
+        def cuDeviceGet(self, device, index) -> int:
+            device._obj.value = index
+            return 0
+
+        def cuDeviceTotalMem_v2(self, size, device) -> int:
+            size._obj.value = sizes[device.value]
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    for count, expected in ((2, 40 << 30), (1, 80 << 30), (0, 0)):
+        monkeypatch.setattr(engine_server, "count_gpus", lambda count=count: count)
+        assert engine_server.smallest_gpu_bytes() == expected

@@ -1,0 +1,79 @@
+"""The kernel that sums many tensors, in triton's interpreter, against the sums of the CPU; and the order of
+copies and checksums on a GPU, with tensors of the CPU that pass for a GPU's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from invrl.weights import checksums
+from invrl.weights.checksums import checksums_of, copy_all
+from invrl.weights.multilinear import checksums_of_wholes
+
+
+def test_the_kernel_computes_the_same_numbers() -> None:
+    """In a process of its own, because triton decides when it is imported whether it interprets."""
+    program = """
+        import torch
+        from invrl.weights import multilinear
+        from invrl.weights.gpu_sums import sums_on_gpu
+        from invrl.weights.tensor_slice import TensorSlice
+
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (40_000,), (300, 224), (20_000, 8)]
+        matrices = []
+        for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+            for shape in shapes:
+                tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
+                whole = TensorSlice.whole(shape)
+                matrices.append(multilinear._matrix_of(tensor, whole, shape))
+        tensor = torch.randn(64, 96, generator=generator)
+        for dimension in (0, 1):
+            place = TensorSlice(dimension=dimension, start=32, stop=64, index=1, count=2 + dimension)
+            matrices.append(multilinear._matrix_of(place.of(tensor), place, (64, 96)))
+        sums = [value % 2**64 for value in sums_on_gpu(matrices)]
+        assert sums == multilinear._sums(matrices)
+        assert len(set(sums)) == len(matrices) - 2  # three are empty
+        assert sums_on_gpu(matrices[2:3]) == [0]
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_on_a_gpu_everything_is_copied_before_it_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(checksums, "_BATCH_BYTES", 100)
+    tensors = {f"{index}": torch.full((4, 2 + index), index + 0.5) for index in range(5)}
+    tensors["scalar"] = torch.tensor(3.5, dtype=torch.bfloat16)
+    places = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    hashed: list[list[str]] = []
+
+    def hash_tensors(written):
+        hashed.append(list(written))
+        return checksums_of_wholes(written)
+
+    copied = copy_all(places, iter(tensors.items()), hash_tensors)
+    assert all(torch.equal(places[name], tensor) for name, tensor in tensors.items())
+    assert copied == checksums_of_wholes(tensors)
+    assert hashed == [list(tensors)]
+    places["1"][0, 0] = 9.0
+    held = checksums_of(places, hash_tensors)
+    assert [name for name in held if held[name] != copied[name]] == ["1"]
+
+
+def test_a_source_of_another_shape_is_not_spread_over_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
+    with pytest.raises(ValueError, match=r"x: a tensor .* does not fit"):
+        copy_all({"x": torch.zeros(3)}, [("x", torch.zeros(1))], checksums_of_wholes)
