@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from invrl.train.grouped_linear import grouped_linear
+from invrl.train.grouped_linear import grouped_linear, takes_rows_of
 
 
 class Experts(SequentialMLP):
@@ -29,6 +29,9 @@ class Experts(SequentialMLP):
         `permuted_probs`: [P], the weights of the outputs, by which the input of the second projection is
         multiplied, as in Megatron.
         """
+        dtype = permuted_local_hidden_states.dtype
+        if not all(takes_rows_of(length, dtype) for length in self._row_lengths):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32).to(permuted_local_hidden_states.device)
         experts: list[Any] = list(self.local_experts)
         projected_PF = grouped_linear(
@@ -38,6 +41,13 @@ class Experts(SequentialMLP):
         activated_PF = self.config.activation_func(gate_PF) * up_PF
         weighted_PF = (activated_PF * permuted_probs[:, None]).to(activated_PF.dtype)
         return grouped_linear(weighted_PF, ends_E, [expert.linear_fc2.weight for expert in experts]), None
+
+    @property
+    def _row_lengths(self) -> tuple[int, int]:
+        """Of the inputs of the two projections."""
+        inner = self.config.moe_ffn_hidden_size
+        assert inner is not None, "the model's description has it"
+        return self.config.hidden_size, inner
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, torch.nn.Module], None, None]:
         """In reverse order. Megatron's distributed optimizer lays out parameters from the last to the first.

@@ -11,7 +11,12 @@ import torch
 from torch.nn.functional import grouped_mm
 
 _ALIGNMENT = 16
-"""In bytes, of the matrices that torch's kernel multiplies."""
+"""In bytes, of the matrices and their rows that `grouped_mm` takes."""
+
+
+def takes_rows_of(length: int, dtype: torch.dtype) -> bool:
+    """Whether inputs and outputs of `grouped_linear` may be so long."""
+    return length * dtype.itemsize % _ALIGNMENT == 0
 
 
 def grouped_linear(
@@ -20,7 +25,8 @@ def grouped_linear(
     """[P, O]: each row times the transposed weight of its group.
 
     `ends_E`: int32 on the device of the rows, the number of rows up to the end of each group. `weights`: one
-    [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
+    [O, I] for each group. Each gets a gradient, 0 where its group has no rows. I and O are lengths that
+    `takes_rows_of` allows.
     """
     return _GroupedLinear.apply(rows_PI, ends_E, *weights)  # pyright: ignore[reportReturnType]
 
@@ -32,7 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         context: Any, rows_PI: torch.Tensor, ends_E: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        rows_PI = rows_PI.contiguous()
+        rows_PI = _row_major(rows_PI)
         context.save_for_backward(rows_PI, ends_E, *weights)
         if not len(rows_PI):  # the kernel has no form for it
             return rows_PI.new_empty(0, len(weights[0]))
@@ -45,10 +51,15 @@ class _GroupedLinear(torch.autograd.Function):
         rows_PI, ends_E, *weights = context.saved_tensors
         if not len(rows_PI):
             return torch.zeros_like(rows_PI), None, *(torch.zeros_like(weight) for weight in weights)
-        gradient_PO = gradient_PO.contiguous()
+        gradient_PO = _row_major(gradient_PO)
         rows_gradient_PI = grouped_mm(gradient_PO, stacked(weights), offs=ends_E)
         weight_gradients_EOI = grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E)
         return rows_gradient_PI, None, *weight_gradients_EOI.unbind()
+
+
+def _row_major(matrix: torch.Tensor) -> torch.Tensor:
+    """Contiguous. A matrix of one row is so whatever its strides are, but torch's kernel looks at them."""
+    return matrix.contiguous().flatten().view(matrix.shape)
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ SIZES = {
     "unequal": (5, 17, 1, 9),
     "some empty": (0, 20, 0, 12),
     "the last ones empty": (32, 0, 0, 0),
+    "one row": (0, 0, 1, 0),
     "no rows": (0, 0, 0, 0),
     "one group": (32,),
 }
@@ -49,12 +50,12 @@ def test_products_and_gradients_are_those_of_each_group(layout, name: str, dtype
     sizes = SIZES[name]
     weights = [weight.requires_grad_() for weight in layout(len(sizes), dtype)]
     generator = torch.Generator().manual_seed(2)
-    rows_PI = torch.randn(sum(sizes), INPUTS, generator=generator).to(dtype).requires_grad_()
-    gradient_PO = torch.randn(sum(sizes), OUTPUTS, generator=generator).to(dtype)
+    # Neither is contiguous.
+    rows_PI = torch.randn(INPUTS, sum(sizes), generator=generator).to(dtype).t().requires_grad_()
+    gradient_PO = torch.randn(OUTPUTS, sum(sizes), generator=generator).to(dtype).t()
 
     outputs_PO = grouped_linear(rows_PI, ends(sizes), weights)
-    # A gradient that comes from a transposition is not contiguous.
-    outputs_PO.t().backward(gradient_PO.t())
+    outputs_PO.backward(gradient_PO)
 
     assert outputs_PO.shape == (sum(sizes), OUTPUTS)
     assert rows_PI.grad is not None

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-_LAST_LINES = 12
+_LAST_LINES = 20
 _COMPILER_LINES = 25
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
 _AMOUNTS = re.compile(r"Tried to allocate [\d.]+ \w+|[\d.]+ \w+ is free|[\d.]+ \w+ is allocated by PyTorch")

@@ -23,7 +23,7 @@ STAGES: dict[str, Stage] = {
             name="logprobs",
             proves="the trainer's log-probs in bfloat16 are Hugging Face's, as far as bfloat16 goes",
             usual_s=30,
-            deadline_s=60,
+            deadline_s=100,
             smaller="--model small",
         ),
         Stage(

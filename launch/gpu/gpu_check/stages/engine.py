@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import torch
 
+from gpu_check.log_tails import print_tails
 from gpu_check.random_model import random_model
 from gpu_check.rank_sender import RankSender
 from gpu_check.result import emit
@@ -71,6 +72,9 @@ async def _run(settings: CheckSettings) -> None:
             faults = await updates.measure("arena", 3 if settings.smoke else 20)
             faults += await updates.measure("bucket", 2 if settings.smoke else 5)
             assert not faults, "; ".join(faults)
+        except BaseException:
+            print_tails(Path(folder))
+            raise
         finally:
             await fleet.stop()
             sender.close()

@@ -111,25 +111,25 @@ def _time(dim: int) -> None:
         flex = one_kernel(share, None, target)
         torch.cuda.synchronize()
         mask_ms = 1e3 * (time.monotonic() - started)
-        flex_ms = _step_milliseconds(inputs, flex)
         sdpa = calls_per_block(share, None, target, torch.bfloat16)
-        try:
-            sdpa_ms: float | str = _step_milliseconds(inputs, sdpa)
-        except torch.OutOfMemoryError:
-            sdpa_ms = "out of memory"
         emit(
             rows=shape,
             head_dim=dim,
             tokens=len(share.places_Q),
-            flex_ms=flex_ms,
-            sdpa_ms=sdpa_ms,
             mask_ms=mask_ms,
-            peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+            flex=_step_figures(inputs, flex),
+            sdpa=_step_figures(inputs, sdpa),
         )
 
 
-def _step_milliseconds(inputs: AttentionInputs, attention: Attention) -> float:
-    return milliseconds(lambda: inputs.forward_and_backward(attention), warm_up=2, rounds=5)
+def _step_figures(inputs: AttentionInputs, attention: Attention) -> dict[str, float | str]:
+    """Milliseconds of a forward and a backward pass, and the memory that they use."""
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step_ms = milliseconds(lambda: inputs.forward_and_backward(attention), warm_up=2, rounds=5)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error)}
+    return {"ms": step_ms, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
 def _results(

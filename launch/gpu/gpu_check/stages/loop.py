@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpu_check.log_tails import last_lines, print_tails
 from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
@@ -32,12 +33,17 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
     synced."""
     run_folder = settings.work / "runs" / f"{name}-{time.time_ns()}"
     command = [sys.executable, "-m", "invrl.cli", "train", *_task_flags(settings), *_run_flags(settings)]
-    place = ["--run-root", str(run_folder.parent), "--run-name", run_folder.name]
+    command += ["--run-root", str(run_folder.parent), "--run-name", run_folder.name, *flags]
+    output = settings.out / f"{name}-train.txt"
     deadline_s = _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S
     try:
-        subprocess.run([*command, *place, *flags], check=True, timeout=deadline_s)
-    except BaseException:  # the deadline of the stage too, which ends this process
-        _print_tails(run_folder)
+        with output.open("w") as file:
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True, timeout=deadline_s)
+    except BaseException as error:  # the deadline of the stage too, which ends this process
+        print_tails(run_folder / "logs")
+        print("--- the end of `invrl train`", *last_lines(output, _TAIL_LINES), sep="\n", flush=True)
+        if isinstance(error, subprocess.SubprocessError):
+            raise SystemExit(_why_train_ended(error, output)) from None
         raise
     finally:
         lines = _steps_of(run_folder)
@@ -102,8 +108,8 @@ def _figures(line: dict[str, float]) -> dict[str, float]:
     return {"reward": round(line["rollout/reward_mean"], 4), **figures}
 
 
-def _print_tails(run_folder: Path) -> None:
-    """The end of every log of the run, into that of the stage."""
-    for path in sorted((run_folder / "logs").glob("*.log")):
-        lines = path.read_text(errors="replace").splitlines()
-        print(f"--- {path.name}", *lines[-_TAIL_LINES:], sep="\n", flush=True)
+def _why_train_ended(error: subprocess.SubprocessError, output: Path) -> str:
+    said = [line for line in last_lines(output, _TAIL_LINES) if line.strip()] or ["it said nothing"]
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"`invrl train` exited with {error.returncode}: {said[-1]}"
+    return f"`invrl train` did not end in time; it said last: {said[-1]}"

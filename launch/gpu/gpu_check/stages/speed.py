@@ -25,6 +25,7 @@ from invrl.bench.workloads import make_batch
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
+from invrl.train.memory import MemoryBudget
 from invrl.train.rank import TrainRank
 from invrl.train.sharding import Shard, shard_batch
 
@@ -40,13 +41,21 @@ def run(settings: CheckSettings) -> None:
     small, large = _SMOKE_MICRO_BATCHES if settings.smoke else MICRO_BATCHES
     steps = _step_settings(settings, large)
     rank = start_rank(steps.model_path, steps.train, AlgorithmConfig.model_validate({}))
-    _profile(settings, rank, large)
-    emit(**_speeds(large, measure_rank(rank, steps)))
+    out_of_memory: torch.OutOfMemoryError | None = None
+    try:
+        _profile(settings, rank, large)
+        emit(**_speeds(large, measure_rank(rank, steps)))
+    except torch.OutOfMemoryError as error:
+        # Without its traceback, which holds what the step has allocated.
+        out_of_memory = error.with_traceback(None)
+        emit(micro_batch=large, out_of_memory=str(error), would_fit=_largest_micro_batch(steps))
     del rank
     gc.collect()
     if not settings.smoke:
         torch.cuda.empty_cache()
     emit(**_speeds(small, _measure_in_process(_step_settings(settings, small))))
+    if out_of_memory is not None:
+        raise out_of_memory
 
 
 def _step_settings(settings: CheckSettings, micro_batch: int) -> StepSettings:
@@ -57,6 +66,24 @@ def _step_settings(settings: CheckSettings, micro_batch: int) -> StepSettings:
         repetitions=_REPETITIONS,
         out=str(settings.out / f"speed-{micro_batch}.json"),
     )
+
+
+def _largest_micro_batch(steps: StepSettings) -> int:
+    """Tokens of the largest one, of powers of two, with which our own estimate is below the card's memory."""
+    budget = MemoryBudget.of(
+        steps.train,
+        Path(steps.model_path),
+        frozen_models=0,
+        served_dtype=steps.train.train_dtype,
+        megatron={},
+        copies_checkpoints=False,
+        on_cuda=True,
+    )
+    _, total = torch.cuda.mem_get_info()
+    num_tokens = steps.train.microbatch_tokens
+    while num_tokens > 1 and budget.largest(num_tokens).total > total:
+        num_tokens //= 2
+    return num_tokens
 
 
 def _profile(settings: CheckSettings, rank: TrainRank, micro_batch: int) -> None:
