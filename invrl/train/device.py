@@ -33,7 +33,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+@functools.cache
 def on_cuda() -> bool:
+    """Asked in every layer, so torch asks the driver once."""
     return torch.cuda.is_available()
 
 

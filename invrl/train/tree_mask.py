@@ -11,6 +11,7 @@ instead.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from invrl.train.context_share import ContextShare
 from invrl.train.device import to_device
 from invrl.train.kernels import FLEX_TILE
 
+_WHOLE_TILES: Any = {"IS_DIVISIBLE": True}
+"""Lengths are whole tiles, which the compiler cannot know of a length that is not fixed. Without this option
+the kernel compares every index with the length."""
 _SEES_NOTHING = -1
 _SEEN_BY_NONE = 2**31 - 1
 
@@ -168,11 +172,15 @@ def _compiled_attention() -> Callable[..., torch.Tensor]:
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """The checks tell the compiler that no tile is cut off by the end of the row: the kernel then compares no
-    index with the length."""
-    for tensor in (queries, keys, values):
-        torch._check(tensor.shape[2] % FLEX_TILE == 0)
-    output = flex_attention(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=True)
+    output = flex_attention(
+        queries,
+        keys,
+        values,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=_WHOLE_TILES,
+    )
     assert isinstance(output, torch.Tensor)
     return output
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +19,8 @@ from test_packing import rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._guards import TracingContext
-from torch._inductor.sizevars import statically_known_true
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._sympy.functions import Mod
 
 from invrl.train import device, tree_mask
 from invrl.train.context_share import ContextShare
@@ -196,21 +192,16 @@ def test_few_kernels_serve_all_lengths() -> None:
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_the_compiler_knows_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise torch's kernel compares every index with the length."""
+def test_the_kernels_of_both_passes_know_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    known: list[bool] = []
+    options: dict[str, dict[str, Any]] = {}
 
     def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        fake_mode = TracingContext.get().fake_mode
-        assert fake_mode is not None
-        assert fake_mode.shape_env is not None
         for node in graph.graph.nodes:
             if node.name.startswith("flex_attention"):
-                for tensor in node.args[:3]:
-                    length = tensor.meta["val"].shape[2].node.expr
-                    is_whole = sympy.Eq(Mod(length, FLEX_TILE), 0)
-                    known.append(statically_known_true(fake_mode.shape_env, is_whole))
+                for length in (tensor.meta["val"].shape[2] for tensor in node.args[:3]):
+                    assert isinstance(length, torch.SymInt), "it is compiled for all lengths"
+                (options[node.name],) = [part for part in node.args if isinstance(part, dict)]
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
@@ -218,9 +209,11 @@ def test_the_compiler_knows_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPa
     compiled = torch.compile(tree_mask._attend, dynamic=True, backend=backend)
     monkeypatch.setattr(tree_mask, "_compiled_attention", lambda: compiled)
     for share in shares_of(forest(), 2):
-        forward_and_backward(TreeMask.of(share, None, CPU), share, CPU, torch.float32)
-    assert known
-    assert all(known)
+        tree = TreeMask.of(share, None, CPU)
+        assert all(length % FLEX_TILE == 0 for length in tree.mask.seq_lengths)
+        forward_and_backward(tree, share, CPU, torch.float32)
+    assert set(options) == {"flex_attention", "flex_attention_backward"}
+    assert all(of_pass["IS_DIVISIBLE"] for of_pass in options.values())
 
 
 @pytest.mark.gpu
