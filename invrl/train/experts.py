@@ -32,15 +32,15 @@ class Experts(SequentialMLP):
         dtype = permuted_local_hidden_states.dtype
         if not all(takes_rows_of(length, dtype) for length in self._row_lengths):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32).to(permuted_local_hidden_states.device)
+        sizes_E = tokens_per_expert.tolist()
         experts: list[Any] = list(self.local_experts)
         projected_PF = grouped_linear(
-            permuted_local_hidden_states, ends_E, [expert.linear_fc1.weight for expert in experts]
+            permuted_local_hidden_states, sizes_E, [expert.linear_fc1.weight for expert in experts]
         )
         gate_PF, up_PF = projected_PF.chunk(2, dim=-1)
         activated_PF = self.config.activation_func(gate_PF) * up_PF
         weighted_PF = (activated_PF * permuted_probs[:, None]).to(activated_PF.dtype)
-        return grouped_linear(weighted_PF, ends_E, [expert.linear_fc2.weight for expert in experts]), None
+        return grouped_linear(weighted_PF, sizes_E, [expert.linear_fc2.weight for expert in experts]), None
 
     @property
     def _row_lengths(self) -> tuple[int, int]:

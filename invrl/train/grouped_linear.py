@@ -20,15 +20,14 @@ def takes_rows_of(length: int, dtype: torch.dtype) -> bool:
 
 
 def grouped_linear(
-    rows_PI: torch.Tensor, ends_E: torch.Tensor, weights: Sequence[torch.Tensor]
+    rows_PI: torch.Tensor, sizes_E: Sequence[int], weights: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """[P, O]: each row times the transposed weight of its group.
 
-    `ends_E`: int32 on the device of the rows, the number of rows up to the end of each group. `weights`: one
-    [O, I] for each group. Each gets a gradient, 0 where its group has no rows. I and O are lengths that
-    `takes_rows_of` allows.
+    `sizes_E`: numbers of rows of the groups, which follow each other. `weights`: one [O, I] for each group.
+    Each gets a gradient, 0 where its group has no rows. `takes_rows_of` says which I and O may be.
     """
-    return _GroupedLinear.apply(rows_PI, ends_E, *weights)  # pyright: ignore[reportReturnType]
+    return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -36,9 +35,11 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        context: Any, rows_PI: torch.Tensor, ends_E: torch.Tensor, *weights: torch.Tensor
+        context: Any, rows_PI: torch.Tensor, sizes_E: Sequence[int], *weights: torch.Tensor
     ) -> torch.Tensor:
         rows_PI = _row_major(rows_PI)
+        ends_E = torch.tensor(sizes_E).cumsum(0, dtype=torch.int32).to(rows_PI.device)
+        context.sizes_E = sizes_E
         context.save_for_backward(rows_PI, ends_E, *weights)
         if not len(rows_PI):  # the kernel has no form for it
             return rows_PI.new_empty(0, len(weights[0]))
@@ -53,8 +54,11 @@ class _GroupedLinear(torch.autograd.Function):
             return torch.zeros_like(rows_PI), None, *(torch.zeros_like(weight) for weight in weights)
         gradient_PO = _row_major(gradient_PO)
         rows_gradient_PI = grouped_mm(gradient_PO, stacked(weights), offs=ends_E)
-        weight_gradients_EOI = grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E)
-        return rows_gradient_PI, None, *weight_gradients_EOI.unbind()
+        weight_gradients = list(grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E).unbind())
+        for group, size in enumerate(context.sizes_E):
+            if size == 0:  # torch's kernel may leave it unwritten (pytorch/pytorch issue 172439)
+                weight_gradients[group].zero_()
+        return rows_gradient_PI, None, *weight_gradients
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:

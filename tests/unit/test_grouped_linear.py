@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
+import invrl.train.grouped_linear as grouped_linear_module
 from invrl.train.grouped_linear import grouped_linear, stacked
 
 INPUTS = 64
@@ -54,7 +53,7 @@ def test_products_and_gradients_are_those_of_each_group(layout, name: str, dtype
     rows_PI = torch.randn(INPUTS, sum(sizes), generator=generator).to(dtype).t().requires_grad_()
     gradient_PO = torch.randn(OUTPUTS, sum(sizes), generator=generator).to(dtype).t()
 
-    outputs_PO = grouped_linear(rows_PI, ends(sizes), weights)
+    outputs_PO = grouped_linear(rows_PI, sizes, weights)
     outputs_PO.backward(gradient_PO)
 
     assert outputs_PO.shape == (sum(sizes), OUTPUTS)
@@ -70,8 +69,23 @@ def test_products_and_gradients_are_those_of_each_group(layout, name: str, dtype
         check(weight_gradient, gradient.t(), rows)
 
 
-def ends(sizes: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+def test_a_gradient_that_the_kernel_leaves_unwritten_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of compute capability 10.0: of a group without rows."""
+    sizes = SIZES["some empty"]
+    weights = [weight.requires_grad_() for weight in separate(len(sizes), torch.float32)]
+    product = grouped_linear_module.grouped_mm
+
+    def leaving_empty_groups_unwritten(*args: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        result = product(*args, offs=offs)
+        if result.dim() == 3:
+            result[torch.tensor(sizes) == 0] = torch.nan
+        return result
+
+    monkeypatch.setattr(grouped_linear_module, "grouped_mm", leaving_empty_groups_unwritten)
+    grouped_linear(torch.ones(sum(sizes), INPUTS), sizes, weights).sum().backward()
+    for size, weight in zip(sizes, weights, strict=True):
+        assert weight.grad is not None
+        assert weight.grad.any() == (size > 0)
 
 
 def test_weights_at_equal_distances_are_not_copied() -> None:
