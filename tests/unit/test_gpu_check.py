@@ -69,10 +69,13 @@ def pretend_nvidia_smi(monkeypatch: pytest.MonkeyPatch, processes: str, used_mb:
 
 def test_a_used_card_names_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_nvidia_smi(monkeypatch, "412, python3, 70123\n", "70500\n")
-    assert "pid 412 (python3, 70123 MB)" in str(card.why_busy())
+    assert "by pid 412 (python3, 70123 MB)" in str(card.why_busy())
     pretend_nvidia_smi(monkeypatch, "", "70500\n")
     assert "70500 MB" in str(card.why_busy())
-    pretend_nvidia_smi(monkeypatch, "", "4\n")
+
+
+def test_a_process_that_needs_little_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_nvidia_smi(monkeypatch, "7, dcgm, [N/A]\n", "520\n")
     assert card.why_busy() is None
 
 

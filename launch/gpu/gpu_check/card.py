@@ -29,20 +29,16 @@ def card() -> dict[str, str]:
 
 
 def why_busy() -> str | None:
-    """Who uses the first card, None if nobody does."""
+    """Who uses the memory of the first card, None if nobody does."""
+    cards = query("gpu", "memory.used")
+    if not cards or int(cards[0][0]) <= _IDLE_MB:
+        return None
+    used = f"{cards[0][0]} MB of the card are in use"
     processes = query("compute-apps", "pid", "process_name", "used_memory")
-    if processes:
-        named = ", ".join(f"pid {pid} ({name}, {used} MB)" for pid, name, used in processes)
-        return f"the card is used by {named}: end it, or wait for its end"
-    for row in query("gpu", "memory.used"):
-        used_mb = int(row[0])
-        if used_mb > _IDLE_MB:
-            return (
-                f"{used_mb} MB of the card are in use by processes that nvidia-smi does not show, perhaps of "
-                "another container: find and end them"
-            )
-        break
-    return None
+    if not processes:
+        return f"{used} by processes that nvidia-smi does not show, perhaps of another container: end them"
+    named = ", ".join(f"pid {pid} ({name}, {process_mb} MB)" for pid, name, process_mb in processes)
+    return f"{used} by {named}: end it, or wait for its end"
 
 
 def why_still_busy(wait_s: float) -> str | None:

@@ -21,7 +21,11 @@ _TASKS = 64
 _DEADLINE_S = 160.0
 _SMOKE_DEADLINE_S = 1500.0
 _TAIL_LINES = 15
-_PHASE = re.compile(r"time/.*_s|sync/.*_s")
+_REPORTED = re.compile(
+    r"rollout/reward_mean|sync/canary_mean_gap|train/(peak|estimated)_memory_gb|(time|sync)/\w+_s"
+)
+"""Of the names in `metrics.jsonl`."""
+_FAILED = "failed_share/"
 
 
 def run(settings: CheckSettings) -> None:
@@ -30,7 +34,7 @@ def run(settings: CheckSettings) -> None:
 
 def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) -> None:
     """`name`: of the run's folder. Raises AssertionError unless all steps were made, each with its weights
-    synced."""
+    synced, and no rollout failed."""
     run_folder = settings.work / "runs" / f"{name}-{time.time_ns()}"
     command = [sys.executable, "-m", "invrl.cli", "train", *_task_flags(settings), *_run_flags(settings)]
     command += ["--run-root", str(run_folder.parent), "--run-name", run_folder.name, *flags]
@@ -54,6 +58,8 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
     emit(learned=sum(rewards[-third:]) > sum(rewards[:third]), rewards=rewards)
     assert len(lines) == STEPS, f"{len(lines)} steps were made, not {STEPS}"
     assert len(set(versions)) == STEPS, f"weights were not synced after every step: versions {versions}"
+    failed = {name for line in lines for name, value in line.items() if _FAILED in name and value > 0}
+    assert not failed, f"rollouts failed: {', '.join(sorted(failed))}"
 
 
 def _task_flags(settings: CheckSettings) -> list[str]:
@@ -103,9 +109,8 @@ def _steps_of(run_folder: Path) -> list[dict[str, float]]:
 
 
 def _figures(line: dict[str, float]) -> dict[str, float]:
-    """The reward of a step, and its seconds by phase."""
-    figures = {name: round(value, 4) for name, value in line.items() if _PHASE.fullmatch(name)}
-    return {"reward": round(line["rollout/reward_mean"], 4), **figures}
+    """Of a step: the reward, the gap of the canary, the trainer's memory, and seconds by phase."""
+    return {name: round(value, 4) for name, value in line.items() if _REPORTED.fullmatch(name)}
 
 
 def _why_train_ended(error: subprocess.SubprocessError, output: Path) -> str:
