@@ -22,8 +22,14 @@ WEIGHT_TARGETS = {
     BROADCAST: 1.3,
 }
 """Ratio -> the most it should be. The ratios of the loader alone are on record only."""
-GPU_WEIGHT_TARGETS = {"loader": 20.0, "loader_1b": 20.0}
-"""Likewise, for the loader alone on a GPU."""
+GPU_WEIGHT_TARGETS = {
+    "loader_stage_and_load": 20.0,
+    "loader_memory_growth": 0.1,
+    "loader_1b_stage_and_load": 20.0,
+    "loader_1b_memory_growth": 0.1,
+}
+"""Likewise, for the loader alone on a GPU: the time of staging and loading, over a copy of the same bytes
+within the GPU, and by how much the GPU's memory in use grows in all updates, over those bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Imports torch when it is imported.
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,11 +106,37 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
                     device=device,
                 )
                 await engine.warm_up()
+                await engine.copy_seconds()  # takes its buffers
+                free_before = _free_bytes(device)
                 part = await measure_idle(engine, name=name, updates=settings.repetitions)
+                grown = free_before - _free_bytes(device)
         finally:
             await asyncio.to_thread(server.stop)
     part.details[name]["num_bytes"] = num_bytes
-    return part
+    if device is None:
+        return part
+    return with_gpu_ratios(part, name, memory_growth=grown)
+
+
+def with_gpu_ratios(part: Part, name: str, *, memory_growth: int) -> Part:
+    """Adds what both ends of the arena take, over a copy of the same bytes, and the growth of the memory in
+    use, over those bytes. `memory_growth`: in bytes."""
+    details = part.details[name]
+    phases = details["phases"]
+    ratios = {
+        **part.ratios,
+        f"{name}_stage_and_load": (phases["stage"] + phases["load"]) / details["copy_s"],
+        f"{name}_memory_growth": memory_growth / details["num_bytes"],
+    }
+    return replace(part, ratios=ratios)
+
+
+def _free_bytes(device: torch.device | None) -> int:
+    """Of the device's memory, over all processes; 0 for the host's, where others come and go."""
+    if device is None:
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 async def _measure_on_engine(settings: WeightBenchSettings, report: Callable[[Part], None]) -> None:

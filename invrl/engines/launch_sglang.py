@@ -27,6 +27,7 @@ from invrl.engines.engine_identity import add_identity_route
 from invrl.engines.engine_log import log_in_lines
 from invrl.engines.engine_spans import FLAG, send_spans_over_http
 from invrl.engines.experts_by_label import answer_with_experts
+from invrl.engines.flush_memory import keep_memory_in_flushes
 from invrl.engines.kv_versions import separate_kv_of_versions
 from invrl.engines.masked_answers import hide_keys_in_answers
 from invrl.engines.reply_route import add_reply_route
@@ -85,6 +86,7 @@ if __name__ in ("__main__", "__mp_main__"):
 def _change_scheduler() -> None:
     """To be called in every process of the engine, once SGLang may be imported."""
     _keep_load_in_tmpdir()
+    keep_memory_in_flushes()
     separate_kv_of_versions()
     put_canaries_first()
 

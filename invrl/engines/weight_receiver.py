@@ -87,7 +87,7 @@ class EngineReceiver(ABC):
         """
         if set(staged.checksums) != {spec.name for spec in layout}:
             raise LayoutError("the staged tensors are not those of the layout", engine=self.name)
-        self._checksums_add_up = staged.checksums_add_up
+        self._checksums_add_up = staged.checksums_add_up or self._num_ranks > 1
         if layout != self._approved_layout:
             async with self._update():
                 await self._ask_loader(layout)

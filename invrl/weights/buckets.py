@@ -85,15 +85,17 @@ class BucketSender:
 
         sglang_on_cpu.make_importable()
         from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        # A handle of CUDA IPC then names its GPU by the UUID: engines may number the GPUs differently.
-        monkey_patch_torch_reductions()
         named_tensors = [(name, tensors[name].contiguous()) for name in names]
         bucket = FlattenedTensorBucket(named_tensors=named_tensors)
         flat = bucket.get_flattened_tensor()
-        if not flat.is_cuda:
+        if flat.is_cuda:
+            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+            # A handle then names its GPU by the UUID: engines may number the GPUs differently.
+            monkey_patch_torch_reductions()
+        else:
             # The default strategy hands over file descriptors, which kills the server on the other end.
             torch.multiprocessing.set_sharing_strategy("file_system")
             flat.share_memory_()

@@ -63,8 +63,14 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHa
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         torch.cuda.synchronize()  # makes the device's context this thread's
+        torch.cuda.empty_cache()  # the driver cannot use what torch holds ready
         address = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        try:
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        except WeightSyncError as error:
+            fix = "use --weight-arena-device cpu, or leave engines less of the GPU's memory"
+            reason = f"GPU {index} gives no {num_bytes / 1e9:.2f} GB to the weight arena: {error}; {fix}"
+            raise WeightSyncError(reason) from error
         ipc_handle = _IpcHandle()
         _call("cuIpcGetMemHandle", ctypes.byref(ipc_handle), address)
     handle = CudaHandle(

@@ -29,15 +29,15 @@ _TILE_FIELDS = tl.constexpr(7)
 
 
 def sums_on_gpu(matrices: Sequence[WordMatrix]) -> list[int]:
-    """The sum of each matrix, whose words must be contiguous and on one GPU. Waits for the result, and so for
+    """The sum of each matrix; all are on one GPU. Waits for the result, and so for
     all that the current stream was asked for before."""
     import torch
 
-    device = matrices[0].words.device
+    device = matrices[0].part.device
     sums = torch.zeros(len(matrices), dtype=torch.int64, device=device)
     by_size: dict[int, list[int]] = {}
     for index, matrix in enumerate(matrices):
-        by_size.setdefault(matrix.words.element_size(), []).append(index)
+        by_size.setdefault(matrix.word_bytes, []).append(index)
     with torch.cuda.device_of(sums):  # triton launches on the current device
         for word_bytes, indices in by_size.items():
             tiles = torch.from_numpy(_tiles([matrices[index] for index in indices], indices)).to(device)
@@ -49,18 +49,18 @@ def sums_on_gpu(matrices: Sequence[WordMatrix]) -> list[int]:
 def _tiles(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
     """A row for each tile: the address of its first word, the number of its words, the columns of its matrix,
     the column in the slice, the row and the first column in the whole tensor, and the index of the sum."""
-    sizes = np.array([matrix.words.numel() for matrix in matrices], np.int64)
+    sizes = np.array([matrix.num_words for matrix in matrices], np.int64)
     counts = -(-sizes // _TILE_WORDS.value)
     owner = np.repeat(np.arange(len(matrices)), counts)
     start = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * _TILE_WORDS.value
     facts = np.array(
         [
             (
-                matrix.words.data_ptr(),
-                matrix.words.shape[1],
+                matrix.part.data_ptr(),
+                matrix.columns,
                 matrix.first_row,
                 matrix.first_column,
-                matrix.words.element_size(),
+                matrix.word_bytes,
                 index,
             )
             for matrix, index in zip(matrices, indices, strict=True)

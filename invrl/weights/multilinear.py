@@ -97,17 +97,33 @@ def _added(slices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WordMatrix:
-    """The words of a tensor's slice, and where they are in the whole tensor."""
+    """The words of a tensor's slice as a matrix, and where it is in that of the whole tensor."""
 
-    words: torch.Tensor
-    """[rows, columns], contiguous: int64, or a narrower integer where a row is no whole number of those."""
+    part: torch.Tensor
+    """The slice, contiguous and aligned to its words."""
+    word_bytes: int
+    """8, or those of an element where a row is no whole number of such words."""
+    columns: int
+    """Words in a row."""
     first_row: int
     first_column: int
+
+    @property
+    def num_words(self) -> int:
+        return self.part.nbytes // self.word_bytes
+
+    @property
+    def words(self) -> torch.Tensor:
+        """Integers [rows, columns]."""
+        import torch
+
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.word_bytes]
+        return self.part.reshape(-1).view(dtype).view(-1, self.columns)
 
 
 def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     """The sum of each matrix. Those on a GPU are summed in one kernel, and waited for once."""
-    on_gpu = [index for index, matrix in enumerate(matrices) if matrix.words.is_cuda]
+    on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
         from invrl.weights.gpu_sums import sums_on_gpu
@@ -124,28 +140,27 @@ def _matrix_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, .
     import torch
 
     first_row, first_column, columns = _position(place, whole_shape)
-    matrix = part.detach().reshape(-1, columns)
+    part = part.detach()
     item = part.element_size()
+    word_bytes = item
     row_bytes = item * (math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape))
     if row_bytes % _WORD == 0:
         if first_column * item % _WORD or columns * item % _WORD:
             reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
             raise LayoutError(f"the engine's ranks cannot prove their slices: {reason}")
-        word_dtype = torch.int64
+        word_bytes = _WORD
         first_column = first_column * item // _WORD
-    else:
-        word_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
-    word_bytes = word_dtype.itemsize
-    is_aligned = matrix.data_ptr() % word_bytes == 0 and matrix.storage_offset() * item % word_bytes == 0
-    if not (matrix.is_contiguous() and is_aligned):
-        matrix = matrix.clone(memory_format=torch.contiguous_format)
-    return WordMatrix(matrix.view(word_dtype), first_row, first_column)
+        columns = columns * item // _WORD
+    is_aligned = part.data_ptr() % word_bytes == 0 and part.storage_offset() * item % word_bytes == 0
+    if not (part.is_contiguous() and is_aligned):
+        part = part.clone(memory_format=torch.contiguous_format)
+    return WordMatrix(part, word_bytes, columns, first_row, first_column)
 
 
 def _sum_on_cpu(matrix: WordMatrix) -> int:
-    words = matrix.words
-    if words.numel() == 0:
+    if matrix.num_words == 0:
         return 0
+    words = matrix.words
     num_rows, num_columns = words.shape
     row_sums = _row_sums(words, coefficients(COLUMN_SEED, matrix.first_column, num_columns))
     return int((row_sums * coefficients(ROW_SEED, matrix.first_row, num_rows)).sum())

@@ -15,6 +15,8 @@ from invrl.bench.loader_server import LoaderServer
 from invrl.bench.weight_updates import UpdatedEngine, measure_idle
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.weights.config import WeightSyncConfig
+from invrl.weights.multilinear import checksum_of_slice, checksums_of_wholes
+from invrl.weights.tensor_slice import TensorSlice
 
 ATTENTION = "model.layers.0.self_attn"
 SHAPES = {
@@ -52,13 +54,29 @@ async def updated(folder: Path, mode: Literal["copy", "alias"]) -> AsyncIterator
         server.stop()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_checksums_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (1_000_000,), (4_000, 896)]
+    on_cpu = {str(shape): (100 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes}
+    on_gpu = {name: tensor.cuda() for name, tensor in on_cpu.items()}
+    assert checksums_of_wholes(on_gpu) == checksums_of_wholes(on_cpu)
+    vector = on_gpu["(1000000,)"]
+    moved = torch.cat([vector[:1], vector])[1:]  # begins within a word
+    assert checksums_of_wholes({"moved": moved})["moved"] == checksums_of_wholes(on_cpu)["(1000000,)"]
+    place = TensorSlice(dimension=1, start=448, stop=896, index=1, count=2)
+    halves = [place.of(tensors["(4000, 896)"]) for tensors in (on_gpu, on_cpu)]
+    checksums = [checksum_of_slice(half, place, (4_000, 896)) for half in halves]
+    assert checksums[0] == checksums[1]
+
+
 @pytest.mark.parametrize("mode", ["copy", "alias"])
 async def test_another_process_opens_the_arena_and_holds_the_trainers_bytes(
     mode: Literal["copy", "alias"], tmp_path: Path
 ) -> None:
     async with updated(tmp_path, mode) as engine:
         await engine.warm_up()
-        part = await measure_idle(engine, name="loader", updates=5)
+        part = await measure_idle(engine, name="loader", updates=20)
         assert part.failure == ""
         assert part.details["loader"]["unequal_tensors"] == 0
         await engine.change_weights()

@@ -327,3 +327,14 @@ def test_bad_arguments_are_refused(
     given = [model if argument == "MODEL" else argument for argument in arguments]
     assert main(["bench", "weights", *given]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_on_a_gpu_both_ends_and_the_memory_are_compared_with_the_bytes() -> None:
+    details = {"copy_s": 0.5, "num_bytes": 1000, "phases": {"stage": 2.0, "load": 3.0, "pause": 7.0}}
+    part = Part(ratios={"loader": 30.0}, details={"loader": details})
+    measured = weights.with_gpu_ratios(part, "loader", memory_growth=250)
+    assert measured.ratios == {
+        "loader": 30.0,
+        "loader_stage_and_load": 10.0,
+        "loader_memory_growth": 0.25,
+    }

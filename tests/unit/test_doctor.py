@@ -464,6 +464,7 @@ def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
         megatron={},
         copies_checkpoints=False,
         on_cuda=True,
+        arena_on_gpu=True,
     )
     full = budget.largest(100).total
     longest = budget.largest(2048).total

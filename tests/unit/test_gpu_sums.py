@@ -25,13 +25,17 @@ def test_the_kernel_computes_the_same_numbers() -> None:
         from invrl.weights.tensor_slice import TensorSlice
 
         generator = torch.Generator().manual_seed(0)
-        shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (40_000,), (300, 224), (20_000, 8)]
+        shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (20_000,), (150, 224)]
         matrices = []
         for dtype in (torch.bfloat16, torch.float32, torch.uint8):
             for shape in shapes:
                 tensor = (100 * torch.randn(shape, generator=generator)).to(dtype)
                 whole = TensorSlice.whole(shape)
                 matrices.append(multilinear._matrix_of(tensor, whole, shape))
+        tensor = torch.randn(9_000, 8, generator=generator)
+        for start in (0, 8_000):
+            place = TensorSlice(dimension=0, start=start, stop=start + 1_000, index=0, count=9)
+            matrices.append(multilinear._matrix_of(place.of(tensor), place, (9_000, 8)))
         tensor = torch.randn(64, 96, generator=generator)
         for dimension in (0, 1):
             place = TensorSlice(dimension=dimension, start=32, stop=64, index=1, count=2 + dimension)
