@@ -6,9 +6,9 @@ passes its PackedSeqParams, and runs the SDPA calls of the row's blocks (`attent
 one kernel for the whole row (`tree_mask.py`). Imported after `device.prepare()`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,7 +23,8 @@ from invrl.train.context_share import ContextShare
 from invrl.train.device import to_device
 from invrl.train.families.rope import Rope
 from invrl.train.micro_batch import AttentionBlock, MicroBatch
-from invrl.train.rotary import angles
+from invrl.train.norm import RmsNorm, normed
+from invrl.train.rotary import RotaryPositions, Turns, turned
 from invrl.train.routing_replay import Routing
 from invrl.train.sliding_window import windowed
 from invrl.train.tree_mask import TreeMask
@@ -50,8 +51,8 @@ class PackedRow(PackedSeqParams):
 
     attention: Mapping[int | None, RowAttention] = field(default_factory=dict)
     """By the window of a layer."""
-    angles: Mapping[Rope, torch.Tensor] = field(default_factory=dict)
-    """By the rotary positions of a layer: the angles [P, 1, 1, rotated dimensions] of each token."""
+    turns: Mapping[Rope, Turns] = field(default_factory=dict)
+    """By the rotary positions of a layer."""
     routing: Routing | None = None
     """Which experts the tokens are sent to. None: nothing is replayed or recorded."""
 
@@ -63,11 +64,11 @@ class PackedRow(PackedSeqParams):
         *,
         windows: Iterable[int | None],
         in_one_kernel: bool,
-        frequencies: Mapping[Rope, torch.Tensor],
+        positions: Mapping[Rope, RotaryPositions],
         routing: Routing | None,
     ) -> "PackedRow":
         """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's attention is one kernel,
-        not a call per block. `frequencies`: those of the layers' rotary positions."""
+        not a call per block. `positions`: the layers' rotary positions."""
         positions_P = to_device(share.positions_Q, target)
         attention: dict[int | None, RowAttention] = {}
         for window in windows:
@@ -79,9 +80,7 @@ class PackedRow(PackedSeqParams):
         return PackedRow(
             qkv_format="sbhd",
             attention=attention,
-            angles={
-                rope: angles(rope_frequencies, positions_P) for rope, rope_frequencies in frequencies.items()
-            },
+            turns={rope: of_layers.turns(positions_P) for rope, of_layers in positions.items()},
             routing=routing,
         )
 
@@ -93,18 +92,72 @@ def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBl
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron's self-attention with the rotary positions of its own layer, from the packed row."""
+    """Megatron's self-attention over a packed row, with the rotary positions of its own layer.
+
+    On a GPU all between the projection and the attention is one kernel: taking queries, keys and values
+    apart, their norms and their turns.
+    """
 
     def __init__(self, *args: Any, rope: Rope, **options: Any) -> None:
         super().__init__(*args, **options)
         self._rope = rope
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSeqParams | None, **options: Any
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None,
+        **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output [P, 1, hidden] of hidden states of that shape, and no bias."""
         assert isinstance(packed_seq_params, PackedRow)
-        options["rotary_pos_emb"] = packed_seq_params.angles[self._rope]
-        return super().forward(hidden_states, packed_seq_params=packed_seq_params, **options)
+        mixed, _bias = cast(Callable[..., Any], self.linear_qkv)(hidden_states)
+        turns = packed_seq_params.turns[self._rope]
+        query, key, value = _split_and_turned(
+            mixed.unflatten(-1, (self.num_query_groups_per_partition, -1)),
+            turns.cos,
+            turns.sin,
+            *_norm_weights(self.q_layernorm, self.k_layernorm),
+            head_dim=self.hidden_size_per_attention_head,
+            eps=self.config.layernorm_epsilon,
+            is_zero_centered=self.config.layernorm_zero_centered_gamma,
+        )
+        attend = cast(Callable[..., torch.Tensor], self.core_attention)
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        output = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return self.linear_proj(output)
+
+
+def _norm_weights(*norms: object) -> list[torch.Tensor | None]:
+    """Megatron has an identity in the place of a norm that the model has not."""
+    return [norm.weight if isinstance(norm, RmsNorm) else None for norm in norms]
+
+
+@device.fused_by_row
+def _split_and_turned(
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_norm_D: torch.Tensor | None,
+    key_norm_D: torch.Tensor | None,
+    *,
+    head_dim: int,
+    eps: float,
+    is_zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [P, 1, heads, head_dim], the first two normed and turned. `mixed`: [P, 1, key
+    heads, dim]: of each group of heads the queries, then the key, then the value. The weights of norms are
+    None for a model without."""
+    query, key, value = mixed.split([mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1)
+    query = query.reshape(*query.shape[:2], -1, head_dim)
+    if query_norm_D is not None:
+        query = normed(query, query_norm_D, eps=eps, is_zero_centered=is_zero_centered)
+    if key_norm_D is not None:
+        key = normed(key, key_norm_D, eps=eps, is_zero_centered=is_zero_centered)
+    # A copy: the gradient of a view of `mixed` would be added to that of the others in a pass of its own.
+    return turned(query, cos, sin), turned(key, cos, sin), value.clone()
 
 
 class TreeAttention(MegatronModule):

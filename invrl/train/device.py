@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch._inductor.config
 from numpy.typing import NDArray
 
 from invrl import metrics
@@ -109,6 +110,26 @@ def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     return call
 
 
+def fused_by_row(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As `fused`, for all lengths of the first dimension of tensors that have several. The other dimensions
+    are sizes of the model: code that knows them is faster."""
+
+    @functools.cache
+    def compiled() -> Callable[Parameters, Result]:
+        return torch.compile(function, backend=compiler())
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if not fuses():
+            return function(*args, **options)
+        for argument in args:
+            if isinstance(argument, torch.Tensor) and argument.dim() > 1:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled()(*args, **options)
+
+    return call
+
+
 def compiler() -> str:
     """torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is for tests and makes no code."""
     return "inductor" if on_cuda() else "eager"
@@ -129,16 +150,9 @@ def prepare() -> None:
     repair_megatron()
     if on_cuda():
         batch_gradient_clipping()
-    if fuses():
-        _fuse_rotary_positions()
-
-
-def _fuse_rotary_positions() -> None:
-    """Megatron turns queries and keys in a dozen operations on each of their numbers."""
-    import megatron.core.models.common.embeddings.rope_utils as module
-
-    rope_utils: Any = module
-    rope_utils._apply_rotary_pos_emb_bshd = fused(rope_utils._apply_rotary_pos_emb_bshd)
+        # A rank has a dozen kernels to compile. The processes that torch would start for that take longer to
+        # start, and a rank waits for their end when it ends.
+        torch._inductor.config.compile_threads = 1
 
 
 def peak_memory() -> int:

@@ -9,7 +9,6 @@ Imported after `device.prepare()`.
 from typing import Any, cast
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,10 +19,12 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from invrl.train import device
 from invrl.train.attention import PackedRow, TreeAttention
 from invrl.train.families.model_config import LatentAttention
 from invrl.train.families.rope import Rope
 from invrl.train.norm import RmsNorm
+from invrl.train.rotary import turned
 
 
 class LatentSelfAttention(MultiLatentAttention):
@@ -40,15 +41,13 @@ class LatentSelfAttention(MultiLatentAttention):
         shape: LatentAttention,
         rope: Rope,
         scale: float,
-        rotary_factor: float,
         **options: Any,
     ) -> None:
-        """`scale`: of the products of queries and keys. `rotary_factor`: of the turned dimensions of each."""
+        """`scale`: of the products of queries and keys."""
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", **options)
         self.core_attention = TreeAttention(config, scale=scale, window=None)
         self._shape = shape
         self._rope = rope
-        self._rotary_factor = rotary_factor
         heads = config.num_attention_heads
         query_size = heads * (shape.plain_dim + shape.rotary_dim)
         if shape.query_rank is None:
@@ -91,7 +90,7 @@ class LatentSelfAttention(MultiLatentAttention):
         """Takes this rank's part of the tokens [., 1, hidden]. Returns queries, keys and values [P, 1, heads,
         dimensions] of all tokens and this rank's heads, and the vectors that queries and keys come from."""
         assert isinstance(packed_seq_params, PackedRow)
-        angles = packed_seq_params.angles[self._rope]
+        turns = packed_seq_params.turns[self._rope]
         shape = self._shape
         if shape.query_rank is None:
             latent_query = hidden_states
@@ -111,17 +110,18 @@ class LatentSelfAttention(MultiLatentAttention):
         # The heads of every rank have a part in its gradient, which is summed over the ranks.
         rotary_key = gather_from_sequence_parallel_region(rotary_key, tensor_parallel_output_grad=True)
 
-        rotary_query = self._turned(rotary_query, angles)
-        rotary_key = self._turned(rotary_key.unsqueeze(2), angles)
+        rotary_query = turned_neighbours(rotary_query, turns.cos, turns.sin)
+        rotary_key = turned_neighbours(rotary_key.unsqueeze(2), turns.cos, turns.sin)
         query = torch.cat([plain_query, rotary_query], dim=-1)
         key = torch.cat([plain_key, rotary_key.expand(-1, -1, plain_key.shape[2], -1)], dim=-1)
         return query, key, value, latent_query, latent_key
 
-    def _turned(self, tensor: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """`tensor`: [P, 1, heads, rotary dimensions], of which neighbours are a pair."""
-        return apply_rotary_pos_emb(
-            tensor, angles, self.config, mscale=self._rotary_factor, cp_group=self.pg_collection.cp
-        )
+
+@device.fused_by_row
+def turned_neighbours(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Vectors [P, 1, heads, rotary dimensions] of which neighbours are a pair, turned. In what is returned
+    the first numbers of all pairs come first."""
+    return turned(torch.cat((vectors[..., 0::2], vectors[..., 1::2]), dim=-1), cos, sin)
 
 
 class WholeLinear(torch.nn.Module):

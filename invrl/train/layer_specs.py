@@ -72,12 +72,12 @@ def _specify_attention(spec: ModuleSpec, config: HuggingFaceConfig, layer: int) 
 
 def _specify_latent_attention(spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention) -> None:
     spec.module = LatentSelfAttention
-    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does not have it.
+    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does not have it, but
+    # `RotaryPositions`.
     spec.params = spec.params | {
         "shape": shape,
         "rope": config.rope,
         "scale": config.attention_scale,
-        "rotary_factor": attention_factor(config.rope),
     }
     submodules = cast(MLASelfAttentionSubmodules, spec.submodules)
     submodules.core_attention = torch.nn.Identity  # Megatron builds it twice; the module sets its own

@@ -32,13 +32,14 @@ from invrl.train.context_share import ContextShare
 from invrl.train.device import to_device
 from invrl.train.expert_router import counting, routers_of
 from invrl.train.families.model_config import Activation, HuggingFaceConfig, LatentAttention
+from invrl.train.families.rope import Rope, attention_factor
 from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
 from invrl.train.norm import RmsNorm
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.parallel.partitions import note_partitions, parameters_of
-from invrl.train.rotary import frequencies
+from invrl.train.rotary import RotaryPositions, frequencies
 from invrl.train.routing_replay import Routing, RoutingRecorder
 from invrl.train.weights import load_weights, parameters
 
@@ -64,9 +65,14 @@ class PolicyModel(GPTModel):
         attentions = [shape.attention(layer) for layer in range(shape.num_hidden_layers)]
         self._windows = {attention.window for attention in attentions}
         self._in_one_kernel = device.attends_in_one_kernel(shape.smallest_head_dim)
-        ropes = {attention.rope for attention in attentions}
-        target = device.device()
-        self._frequencies = {rope: frequencies(rope, shape.rotary_dim).to(target) for rope in ropes}
+        self._positions: dict[Rope, RotaryPositions] = {}
+        for rope in {attention.rope for attention in attentions}:
+            self._positions[rope] = RotaryPositions(
+                frequencies_D=frequencies(rope, shape.rotary_dim).to(device.device()),
+                # YaRN's factor: of plain attention it is in the scale of the scores (`layer_specs.py`).
+                factor=attention_factor(rope) if shape.latent_attention is not None else 1.0,
+                dtype=self.config.params_dtype,
+            )
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
@@ -95,7 +101,7 @@ class PolicyModel(GPTModel):
             attention_dtype,
             windows=self._windows,
             in_one_kernel=self._in_one_kernel,
-            frequencies=self._frequencies,
+            positions=self._positions,
             routing=routing,
         )
         with self._counted_experts(share):
@@ -303,7 +309,7 @@ def _latent_fields(shape: LatentAttention) -> dict[str, Any]:
         "qk_head_dim": shape.plain_dim,
         "qk_pos_emb_head_dim": shape.rotary_dim,
         "v_head_dim": shape.value_dim,
-        "rope_type": "rope",  # not used: the packed row has the angles
+        "rope_type": "rope",  # not used: the packed row has the positions
     }
 
 

@@ -10,6 +10,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import rms_norm
 
+from invrl.train import device
+
 
 class RmsNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight; weight is 1 + the parameter where the configuration centres it at
@@ -24,8 +26,17 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        shape = self.weight.shape
-        if self._is_zero_centered:
-            scale = 1.0 + self.weight.float()
-            return rms_norm(hidden.float(), shape, scale, self._eps).type_as(hidden)
-        return rms_norm(hidden, shape, self.weight, self._eps)
+        return _normed_in_one_kernel(
+            hidden, self.weight, eps=self._eps, is_zero_centered=self._is_zero_centered
+        )
+
+
+def normed(hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, is_zero_centered: bool) -> torch.Tensor:
+    """As `RmsNorm`, over the last dimension."""
+    if is_zero_centered:
+        scale = 1.0 + weight.float()
+        return rms_norm(hidden.float(), weight.shape, scale, eps).type_as(hidden)
+    return rms_norm(hidden, weight.shape, weight, eps)
+
+
+_normed_in_one_kernel = device.fused_by_row(normed)

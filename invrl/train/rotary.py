@@ -1,10 +1,11 @@
-"""Rotary positions: the angle by which each token's queries and keys are turned.
+"""Rotary positions: by how much each token's queries and keys are turned.
 
 Frequencies are computed in float32 and in the order of operations of transformers, so that they are the same
 numbers: at position 30,000 the last bit of a frequency is a thousandth of a radian.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -24,10 +25,42 @@ def frequencies(rope: Rope, dim: int) -> torch.Tensor:
     return plain
 
 
-def angles(frequencies_D: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
-    """Radians [P, 1, 1, 2 D] of each token's own position, in Megatron's order: D, then D again."""
-    angles_PD = torch.outer(positions_P.float(), frequencies_D)
-    return torch.cat((angles_PD, angles_PD), dim=-1)[:, None, None, :]
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """Cosines and sines [P, 1, 1, rotated dimensions] of each token's angles. The first half of the
+    dimensions and the second have the same angles."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RotaryPositions:
+    """Those of some layers: what their angles are computed from, once for all of these layers."""
+
+    frequencies_D: torch.Tensor
+    """Radians per position, float32."""
+    factor: float
+    """By which what is turned is made longer."""
+    dtype: torch.dtype
+    """Of queries and keys."""
+
+    def turns(self, positions_P: torch.Tensor) -> Turns:
+        half_PD = torch.outer(positions_P.float(), self.frequencies_D)
+        angles = torch.cat((half_PD, half_PD), dim=-1)[:, None, None, :]
+        cos = (angles.cos() * self.factor).to(self.dtype)
+        sin = (angles.sin() * self.factor).to(self.dtype)
+        return Turns(cos, sin)
+
+
+def turned(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Vectors [P, 1, heads, dim] whose first dimensions are turned, as many as `Turns` have. A number's pair
+    is half of these dimensions away."""
+    rotated_dim = cos.shape[-1]
+    first, second = vectors[..., :rotated_dim].chunk(2, dim=-1)
+    pairs = torch.cat((-second, first), dim=-1)
+    rotated = vectors[..., :rotated_dim] * cos + pairs * sin
+    return torch.cat((rotated, vectors[..., rotated_dim:]), dim=-1)
 
 
 def _llama3_frequencies(rope: Llama3Rope, plain: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ makes no code, except where a test compiles it for the CPU."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,25 +85,58 @@ def test_a_soft_cap_is_not_left_out(softcap: float | None) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("is_zero_centered", [False, True])
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_queries_are_turned_as_by_megatron() -> None:
+def test_queries_and_keys_are_normed_and_turned_as_by_megatron(is_zero_centered: bool) -> None:
     device.prepare()
-    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    plain: Any = rope_utils._apply_rotary_pos_emb_bshd
-    fused = device.fused(plain)
-    options = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}
-    for num_tokens, num_heads in ((8, 4), (8, 2), (24, 4), (40, 2)):
-        angles = torch.rand(num_tokens, 1, 1, 16) * 50
-        vectors = torch.randn(num_tokens, 1, num_heads, 32, requires_grad=True)
-        output_grad = torch.randn_like(vectors)
-        expected = plain(vectors, angles, **options)
-        found = fused(vectors, angles, **options)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(found, vectors, output_grad),
-            torch.autograd.grad(expected, vectors, output_grad),
+    from invrl.train.attention import _split_and_turned
+
+    groups, queries_of_group, dim, rotated_dim = 2, 3, 8, 6
+    norms = [torch.rand(dim, requires_grad=True) for _ in range(2)]
+    for num_tokens in (5, 24):
+        angles = torch.rand(num_tokens, 1, 1, rotated_dim // 2).repeat(1, 1, 1, 2) * 50
+        mixed = torch.randn(num_tokens, 1, groups, (queries_of_group + 2) * dim, requires_grad=True)
+        query, key, value = mixed.split([queries_of_group * dim, dim, dim], dim=-1)
+        vectors = [query.reshape(num_tokens, 1, -1, dim), key]
+        scales = [1 + norm if is_zero_centered else norm for norm in norms]
+        expected = [
+            _apply_rotary_pos_emb_bshd(torch.nn.functional.rms_norm(vector, (dim,), scale, 1e-5), angles)
+            for vector, scale in zip(vectors, scales, strict=True)
+        ]
+        expected.append(value)
+        found = _split_and_turned(
+            mixed,
+            angles.cos(),
+            angles.sin(),
+            *norms,
+            head_dim=dim,
+            eps=1e-5,
+            is_zero_centered=is_zero_centered,
         )
+        output_grads = [torch.randn_like(output) for output in expected]
+        torch.testing.assert_close(found, tuple(expected))
+        inputs = [mixed, *norms]
+        torch.testing.assert_close(
+            torch.autograd.grad(found, inputs, output_grads),
+            torch.autograd.grad(expected, inputs, output_grads),
+        )
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_neighbours_are_turned_as_by_megatron() -> None:
+    device.prepare()
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from invrl.train.latent_attention import turned_neighbours
+
+    for num_tokens in (5, 24):
+        angles = torch.rand(num_tokens, 1, 1, 4).repeat(1, 1, 1, 2) * 50
+        vectors = torch.randn(num_tokens, 1, 3, 8)
+        expected = _apply_rotary_pos_emb_bshd(vectors, angles, multi_latent_attention=True)
+        torch.testing.assert_close(turned_neighbours(vectors, angles.cos(), angles.sin()), expected)
 
 
 def test_swiglu_and_its_gradient_are_those_of_the_formula() -> None:

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from invrl.errors import ConfigError
 from invrl.train.families.rope import attention_factor, read_rope
-from invrl.train.rotary import angles, frequencies
+from invrl.train.rotary import RotaryPositions, frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -54,11 +54,14 @@ def test_frequencies_are_those_of_transformers(scaling: str, head_dim: int, thet
     assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
 
 
-def test_angles_are_the_positions_times_the_frequencies() -> None:
+def test_turns_are_of_the_positions_times_the_frequencies() -> None:
     rope = read_rope({"rope_theta": 100.0})
-    found = angles(frequencies(rope, 4), torch.tensor([0, 3]))
-    assert found.shape == (2, 1, 1, 4)
-    assert torch.allclose(found[1, 0, 0], torch.tensor([3.0, 0.3, 3.0, 0.3]))
+    positions = RotaryPositions(frequencies_D=frequencies(rope, 4), factor=2.0, dtype=torch.float32)
+    turns = positions.turns(torch.tensor([0, 3]))
+    assert turns.cos.shape == (2, 1, 1, 4)
+    angles = torch.tensor([3.0, 0.3, 3.0, 0.3])
+    assert torch.allclose(turns.cos[1, 0, 0], 2 * angles.cos())
+    assert torch.allclose(turns.sin[1, 0, 0], 2 * angles.sin())
 
 
 def test_both_generations_of_config_json_say_the_same() -> None:

@@ -29,7 +29,7 @@ def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def set_block_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(logprobs, "_MIN_BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(logprobs, "_BLOCK_TOKENS", tokens)
     monkeypatch.setattr(device, "logit_block_bytes", lambda: 0)
 
 

@@ -160,7 +160,7 @@ def test_layers_of_each_window_have_their_mask(in_one_kernel: bool) -> None:
         torch.float32,
         windows=(None, 50),
         in_one_kernel=in_one_kernel,
-        frequencies={},
+        positions={},
         routing=None,
     )
     for window, attention in packed_row.attention.items():
