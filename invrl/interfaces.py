@@ -358,6 +358,12 @@ class WeightReceiver(Protocol):
     async def pause(self) -> None:
         """Stops generation until `resume`: no token is sampled, and new requests wait."""
 
+    async def sleep(self) -> None:
+        """Frees the memory of a paused engine's cache until `wake`."""
+
+    async def wake(self) -> None:
+        """Gives the engine that memory back, if `sleep` has freed it."""
+
     async def load(self, staged: StagedWeights) -> None:
         """Copies the bytes into the engine."""
 

@@ -322,6 +322,14 @@ class FaultyReceiver:
         await self.before("commit")
         await self.inner.commit(version)
 
+    async def sleep(self) -> None:
+        await self.before("sleep")
+        await self.inner.sleep()
+
+    async def wake(self) -> None:
+        await self.before("wake")
+        await self.inner.wake()
+
     async def resume(self) -> None:
         await self.before("resume")
         await self.inner.resume()

@@ -18,13 +18,14 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
-from invrl.engines.engine_server import EngineServer, max_total_tokens
+from invrl.engines.engine_server import EngineServer, count_gpus, max_total_tokens
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.fleet_state import FleetState
 from invrl.engines.router_server import RouterServer
@@ -48,6 +49,8 @@ update comes in between."""
 
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
+_END_DEADLINE_S = 60.0
+_END_POLL_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Fleet:
         external_key: str = "",
         traces_endpoint: str = "",
         log: LogSettings | None = None,
+        shares_gpus: bool = False,
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
@@ -84,6 +88,7 @@ class Fleet:
         `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
         `external_key`: that of external engines. `traces_endpoint`: where the engines that start here send
         their spans to; "": nowhere. `log`: how engines that start here log; None for the defaults.
+        `shares_gpus`: with the trainer, by turns; engines then start one after the other.
         """
         self._config = engine
         self._model_path = model_path
@@ -96,7 +101,12 @@ class Fleet:
             in_place=in_place,
             record_experts=record_experts,
             traces_endpoint=traces_endpoint,
+            shares_gpu=shares_gpus and count_gpus() > 0,
         )
+        self._shares_gpus = shares_gpus
+        self._start_turn = asyncio.Lock()
+        """Held while an engine starts again until it has joined, where GPUs are shared: it takes the memory
+        that is free then."""
         self._traits = wanted_traits(engine, model_path, in_place=in_place, record_experts=record_experts)
         self._external_key = external_key
         self._log = log
@@ -112,6 +122,8 @@ class Fleet:
         """Name -> reason, of the engines that left and have not come back."""
         self._leaving: list[Engine] = []
         """Engines that left and are not being ended yet: `stop` may come before that."""
+        self._num_ending = 0
+        """Engines that are being ended."""
         self._bring_up: BringUp | None = None
         self._restarts: Counter[str] = Counter()
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -230,6 +242,23 @@ class Fleet:
             if self._may_restart(name) and self._replacements[name].done():
                 self._replacements[name] = asyncio.create_task(self._replace(name, None, after=None))
 
+    async def hold_starts(self) -> None:
+        """Wait until no engine starts, and hold starts off until `allow_starts`. A start has deadlines, so
+        this wait needs none."""
+        await self._start_turn.acquire()
+
+    def allow_starts(self) -> None:
+        self._start_turn.release()
+
+    async def until_lost_have_ended(self) -> None:
+        """Wait until the processes of all engines that left have ended. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(_END_DEADLINE_S):
+                while self._leaving or self._num_ending:
+                    await asyncio.sleep(_END_POLL_S)
+        except TimeoutError:
+            raise DeadlineError("lost engines to end", _END_DEADLINE_S) from None
+
     async def stop(self) -> None:
         """End everything, also if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
@@ -321,13 +350,14 @@ class Fleet:
         if engine is not None:
             await self._retire(engine)
         while self._bring_up is not None and self._may_restart(name):
-            self._restarts[name] += 1
-            count = self._announce_restart(name)
-            try:
-                return await self._restart(name, self._bring_up)
-            except Exception as error:  # of this engine: the others go on without it
-                _LOG.exception("%s did not come back (%s)", name, count)
-                self.evicted[name] = f"it did not come back: {error}"
+            async with self._start_turn if self._shares_gpus else nullcontext():
+                self._restarts[name] += 1
+                count = self._announce_restart(name)
+                try:
+                    return await self._restart(name, self._bring_up)
+                except Exception as error:  # of this engine: the others go on without it
+                    _LOG.exception("%s did not come back (%s)", name, count)
+                    self.evicted[name] = f"it did not come back: {error}"
             if name in self._external_urls:
                 await asyncio.sleep(self._config.engine_health_interval_s)
         if self._bring_up is not None:
@@ -475,6 +505,7 @@ class Fleet:
     async def _end(self, engine: Engine) -> None:
         """Only log what does not end: everything else must still be ended."""
         self._leaving = [other for other in self._leaving if other is not engine]
+        self._num_ending += 1
         try:
             try:
                 await engine.client.close()
@@ -482,6 +513,8 @@ class Fleet:
                 await self._in_thread(engine.server.stop)
         except Exception:
             _LOG.exception("%s could not be ended", engine.server.name)
+        finally:
+            self._num_ending -= 1
 
     async def _end_router(self, router: RouterServer) -> None:
         try:

@@ -30,6 +30,10 @@ _BOTH = "leave it out: every engine both prefills and decodes"
 _HTTP = "leave it out: an engine is a process of its own, called over HTTP at its root"
 _LEAVE_OUT = "leave it out"
 
+_SHARED_GPU = ("--enable-memory-saver", "--mem-fraction-static", "0.8")
+"""An engine that starts while the trainer sleeps leaves a fifth of the memory that it finds: for its own
+activations and CUDA graphs, and for the trainer's canary and what the trainer grows by while it trains."""
+
 SGLANG_OWNED = {
     **dict.fromkeys(("host", "ssl_"), _LOOPBACK),
     **dict.fromkeys(("api_key", "admin_api_key"), _KEYS),
@@ -50,6 +54,7 @@ SGLANG_OWNED = {
         "leave it out: weight updates need shared experts apart from the others",
     ),
     "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
+    "enable_memory_saver": "use --colocate",
     "max_total_tokens": "use --engine-max-total-tokens",
     **dict.fromkeys(("enable_trace", "otlp_traces_endpoint"), "use --otel-endpoint"),
     "dp_size": "use --num-engines",
@@ -220,12 +225,19 @@ def sglang_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def flags_of_run(
-    options: Mapping[str, object], *, in_place: bool, record_experts: bool, traces_endpoint: str = ""
+    options: Mapping[str, object],
+    *,
+    in_place: bool,
+    record_experts: bool,
+    traces_endpoint: str = "",
+    shares_gpu: bool = False,
 ) -> list[str]:
     """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go on in place while
     weights change. `record_experts`: engines keep which experts computed each token. `traces_endpoint`: where
-    engines send their spans to; "": nowhere."""
+    engines send their spans to; "": nowhere. `shares_gpu`: with the trainer, by turns."""
     flags = sglang_flags(options) + span_flags(traces_endpoint)
+    if shares_gpu:
+        flags = [*_SHARED_GPU, *flags]  # the user's options count, which come later
     if record_experts:
         flags.append("--enable-return-routed-experts")
     if in_place:

@@ -45,6 +45,8 @@ from invrl.routed_experts import RoutedExperts
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
+_CACHE_MEMORY = "kv_cache"
+"""SGLang's tag of the memory of keys and values."""
 _IDLE_CONNECTION_S = 2.0
 """Less than the server's 5 s: it must not close a connection just as we write to it."""
 _RESERVED_KV_SLOTS = 64
@@ -322,6 +324,15 @@ class SglangClient:
         So it waits for `idle_within_s` until it is idle. A paused engine, whose requests wait, needs no time.
         """
         await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
+
+    async def release_cache_memory(self) -> None:
+        """Of a paused engine whose cache has been flushed: SGLang ends its scheduler while a request runs.
+        Without its memory saver (on a CPU) SGLang answers the same and frees nothing."""
+        await self._control("/release_memory_occupation", {"tags": [_CACHE_MEMORY]})
+
+    async def resume_cache_memory(self) -> None:
+        """After `release_cache_memory`, once: SGLang ends its scheduler at a second call."""
+        await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def begin_weight_update(self) -> None:
         await self._control("/begin_weight_update", {})

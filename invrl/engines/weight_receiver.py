@@ -70,6 +70,7 @@ class EngineReceiver(ABC):
         self._approved_layout: WeightLayout = ()
         self._answered: tuple[WeightVersion, Mapping[str, str]] | None = None
         """What was loaded last, and the checksums that the load answered with, until they have been asked."""
+        self._is_asleep = False
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
         self.is_loading = False
@@ -105,6 +106,20 @@ class EngineReceiver(ABC):
             logger.warning("%s retracts requests that did not end within %g s", self.name, timeout_s)
         await self._client.pause()
         await self._client.flush_cache()
+
+    async def sleep(self) -> None:
+        """The engine is paused and its cache flushed, as `retract` and `drain` leave it."""
+        self._is_asleep = True
+        try:
+            await self._client.release_cache_memory()
+        except ServerError:  # it has refused
+            self._is_asleep = False
+            raise
+
+    async def wake(self) -> None:
+        if self._is_asleep:
+            await self._client.resume_cache_memory()
+            self._is_asleep = False
 
     async def load(self, staged: StagedWeights) -> None:
         """Raises as the transport's `_load` does."""

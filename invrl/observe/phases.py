@@ -23,6 +23,7 @@ PLACES = {
     "rollout": _Place("rollout", "rollouts"),
     "assemble": _Place("driver", ""),
     "teacher": _Place("teacher", "teacher"),
+    "gpu_turn": _Place("trainer", "engines"),
     "train": _Place("trainer", "trainer"),
     "record": _Place("driver", ""),
     "sync": _Place("sync", "engines"),

@@ -10,7 +10,8 @@
         5. buffer             a Ray actor
         6. rollout workers    Ray actors (`rollout/worker_pool.py`)
 
-Start-up overlaps: engines load while Ray starts and the trainer ranks load. On return, on an error and on
+Start-up overlaps: engines load while Ray starts and the trainer ranks load; with `--colocate` they load once
+the trainer sleeps. On return, on an error and on
 Ctrl-C everything ends in reverse order. After kill -9 of the driver the kernel (PR_SET_PDEATHSIG), Ray and
 the guardian end it.
 
@@ -97,10 +98,15 @@ class Serving:
 
 @asynccontextmanager
 async def start_serving(
-    config: Config, folder: RunFolder, *, longest_row: int | None = None
+    config: Config,
+    folder: RunFolder,
+    *,
+    longest_row: int | None = None,
+    engines_may_start: asyncio.Event | None = None,
 ) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit. `longest_row`: a
-    request that would make a conversation longer than that is refused as one over the model's context."""
+    request that would make a conversation longer than that is refused as one over the model's context.
+    `engines_may_start`: engines start once it is set; None: at once."""
     env_key = take_environment_key()
     engine_key = take_engine_key()
     async with CleanUp() as stack:
@@ -117,9 +123,10 @@ async def start_serving(
             external_key=engine_key,
             traces_endpoint=traces_endpoint(config.run.otel_endpoint),
             log=config.run.log_settings(folder.path.name),
+            shares_gpus=config.run.colocate,
         )
         stack.push_async_callback(fleet.stop)
-        fleet_start = asyncio.create_task(fleet.start())
+        fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
         stack.push_async_callback(_cancel_and_wait, fleet_start)
         # The fleet starts its processes now. They load while the caller starts others.
         await asyncio.sleep(0)
@@ -136,6 +143,13 @@ async def start_serving(
         stack.callback(gateway.stop)
         stack.push_async_callback(gateway.wait_end_grace)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, fleet_start=fleet_start)
+
+
+async def _start_engines(fleet: Fleet, may_start: asyncio.Event | None) -> None:
+    """Who sets the event has a deadline, or fails and ends this wait."""
+    if may_start is not None:
+        await may_start.wait()
+    await fleet.start()
 
 
 async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
@@ -219,9 +233,15 @@ async def start_cluster(
     checkpoint that the run resumes from. `starting` learns which parts are not up yet. Raises InvrlError
     naming what failed."""
     starting = starting or PartsStarting()
+    trainer_sleeps = asyncio.Event() if config.run.colocate else None
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
-            start_serving(config, folder, longest_row=config.train.max_row_tokens or None)
+            start_serving(
+                config,
+                folder,
+                longest_row=config.train.max_row_tokens or None,
+                engines_may_start=trainer_sleeps,
+            )
         )
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
@@ -238,7 +258,7 @@ async def start_cluster(
         ]
         if trainer is not None:
             stack.callback(trainer.stop)
-            starts.append(starting.until_up("trainer", trainer.start()))
+            starts.append(starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps)))
         await all_started(*starts)
         cluster = Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
         try:
@@ -265,6 +285,15 @@ async def start_trainer(
         stack.callback(trainer.stop)
         await starting.until_up("trainer", trainer.start())
         yield trainer
+
+
+async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> None:
+    """`sleeps`: where engines share the trainer's GPUs, set when the trainer sleeps. Engines take the memory
+    that is free when they start."""
+    await trainer.start()
+    if sleeps is not None:
+        await trainer.sleep()
+        sleeps.set()
 
 
 async def all_started(*starts: Awaitable[None]) -> None:

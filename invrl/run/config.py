@@ -79,6 +79,11 @@ class RunConfig(Section):
     ray_start_attempts: PositiveInt = Field(
         4, description="times that a run's own Ray is started until it is up"
     )
+    colocate: bool = Field(
+        False,
+        description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "
+        "while a step is trained, the trainer its gradients and optimizer while rollouts run",
+    )
     save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
     debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")

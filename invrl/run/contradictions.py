@@ -79,7 +79,7 @@ def _data(config: Config) -> Contradictions:
         reason = "the best checkpoints are those of the lowest held-out loss, and no rows are held out"
         fix = "give --data-eval-path or --data-eval-fraction, or leave --keep-best out"
         yield "run.keep_best", reason, fix
-    for name in ("debug_train_only", "debug_rollout_only"):
+    for name in ("debug_train_only", "debug_rollout_only", "colocate"):
         if getattr(config.run, name):
             yield f"run.{name}", "a run on data_path starts the trainer alone by itself", "leave it out"
     if config.train.routing_replay != "none":
@@ -170,6 +170,31 @@ def _weight_sync(config: Config) -> Contradictions:
         reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"
         fix = "add --weight-update-inflight drain, or leave it out"
         yield "weight_sync.weight_drain_timeout_s", reason, fix
+
+
+def _colocate(config: Config) -> Contradictions:
+    """Engines and trainer on the same GPUs, by turns."""
+    if not config.run.colocate:
+        return
+    for name in ("debug_train_only", "debug_rollout_only"):
+        if getattr(config.run, name):
+            yield "run.colocate", f"with {name} there are not both engines and a trainer", "leave it out"
+    if config.engine.external_engines:
+        reason = "engines that the run does not start use other GPUs, or give no memory back"
+        yield "engine.external_engines", reason, "leave it out, or --colocate"
+    if config.train.critic_data_parallel_size:
+        reason = "a critic with ranks of its own gives no memory back"
+        yield "train.critic_data_parallel_size", reason, "leave it out, or --colocate"
+    weight_sync = config.weight_sync
+    if weight_sync.weight_update == "rolling":
+        reason = "all engines give their caches' memory back before the trainer makes a step"
+        yield "weight_sync.weight_update", reason, "leave it out, or --colocate"
+    if weight_sync.weight_update_inflight == "in_place":
+        reason = "engines give their caches' memory back, so running requests cannot keep their cache"
+        yield "weight_sync.weight_update_inflight", reason, "use retract or drain, or leave --colocate out"
+    if config.gateway.constrained != "free":
+        reason = "SGLang ends an engine that gives memory back while a request waits for its grammar"
+        yield "gateway.constrained", reason, "use --constrained free, or leave --colocate out"
 
 
 def _schedule(config: Config) -> Contradictions:
@@ -449,6 +474,7 @@ _WITH_ROLLOUTS = (
     _deadlines,
     _determinism,
     _weight_sync,
+    _colocate,
 )
 
 

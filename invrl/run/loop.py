@@ -40,6 +40,8 @@ ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
 """Texts for the console from a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
+TakeGpu = Callable[[], Awaitable[None]]
+"""Gives the GPU to the trainer. `Sync` gives it back to the engines."""
 Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
@@ -58,6 +60,8 @@ class Learner:
     trainer: Trainer
     sync: Sync
     save: Save
+    take_gpu: TakeGpu | None = None
+    """None: the trainer need not share it."""
     schedule: SaveSchedule = field(default_factory=SaveSchedule)
 
 
@@ -148,6 +152,9 @@ async def _learn(
     on. After the last step no more work is admitted. Returns metric values."""
     step = phases.step
     version = WeightVersion(step)
+    if learner.take_gpu is not None:
+        with phases.within("gpu_turn"):
+            await learner.take_gpu()
     with phases.within("train") as train_parts:
         result = await learner.trainer.train(batch)
         train_parts.update(result.seconds)

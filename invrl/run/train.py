@@ -46,6 +46,7 @@ from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import report_failures
+from invrl.run.gpu_turns import GpuTurns
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.process_samples import sample_processes
@@ -205,19 +206,27 @@ class _TrainingRun:
         if trainer is None:
             await cluster.serving.fleet.check_unchanged()
             return None
-        if self.start.checkpoint:
-            await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
         updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
         self.awaited.questions["sync"] = updater.phase_text
         self.awaited.questions["starting"] = updater.phase_text
+        sync = updater.update
+        take_gpu = None
+        if self.config.run.colocate:
+            turns = GpuTurns(trainer, cluster.serving.fleet, suspend=updater.suspend, update=updater.update)
+            sync = turns.update
+            take_gpu = turns.give_to_trainer
+            await take_gpu()
+        if self.start.checkpoint:
+            await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
         version = WeightVersion(self.start.step)
-        await updater.update(version)
+        await sync(version)
         await stack.enter_async_context(answer_verifications(self.folder, updater.verify))
         await cluster.buffer.advance(version)
         run = self.config.run
         return Learner(
             trainer=trainer,
-            sync=updater.update,
+            sync=sync,
+            take_gpu=take_gpu,
             save=self._saver(trainer),
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )

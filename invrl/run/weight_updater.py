@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
 from invrl.errors import InvrlError, WeightSyncError
+from invrl.interfaces import WeightSender
 from invrl.run.config import Config
+from invrl.run.gpu_turns import SenderThatSleeps
 from invrl.train.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
 from invrl.weights.broadcast_loads import BroadcastLoads
@@ -30,12 +32,13 @@ _CANARY_TOKENS = 32
 def create_weight_updater(config: Config, sender: TrainHandle, fleet: Fleet) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes."""
     settings = config.weight_sync
+    stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
     if settings.weight_transport == "collective":
         load = BroadcastLoads(sender, timeout_s=settings.broadcast_timeout_s).load
     drains = settings.weight_update_inflight == "drain"
     transaction = WeightTransaction(
-        sender,
+        stages,
         fleet.receivers,
         canary_prompts=canary_prompts(config.model.folder),
         bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
@@ -63,6 +66,18 @@ class WeightUpdater:
         if not phase:
             return ""
         return "weights: the trainer stages them" if phase == "stage" else f"weights: {phase} by the engines"
+
+    async def suspend(self) -> None:
+        """Begins the next update, which `update` goes on with: engines are paused and give back the memory of
+        their caches. Engines that are lost leave the fleet. Raises WeightSyncError."""
+        try:
+            lost = await self._transaction.suspend()
+        except WeightSyncError as error:
+            for engine in error.unrestored:
+                self._fleet.evict(engine, str(error))
+            raise
+        for engine, reason in lost.items():
+            self._fleet.evict(engine, f"lost when the trainer took the GPU: {reason}")
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that

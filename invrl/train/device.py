@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import psutil
 import torch
 import torch._inductor.config
 from numpy.typing import NDArray
@@ -160,6 +161,45 @@ def peak_memory() -> int:
     if on_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the host, pinned where the tensor is on a GPU. It is made once `wait` returns."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the memory of this rank's device. It is made once `wait` returns."""
+    copy = torch.empty_like(tensor, device=device())
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def wait() -> None:
+    """Waits until the device has done what it was given."""
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def free_unused_memory() -> None:
+    """Gives what torch keeps of a GPU's memory for later back to the driver, for other processes."""
+    if on_cuda():
+        torch.cuda.empty_cache()
+
+
+def used_memory() -> int:
+    """Bytes that this rank holds now: of the GPU by torch, on a CPU resident."""
+    if on_cuda():
+        return torch.cuda.memory_reserved()
+    return psutil.Process().memory_info().rss
+
+
+def free_memory() -> int:
+    """Bytes that any process can still take: of this rank's GPU, on a CPU of the machine."""
+    if on_cuda():
+        free, _ = torch.cuda.mem_get_info()
+        return free
+    return psutil.virtual_memory().available
 
 
 def make_deterministic() -> None:

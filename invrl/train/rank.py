@@ -9,6 +9,7 @@ run on all ranks that hold the first copy of the model.
 functions.
 """
 
+import logging
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from invrl.train.prepared import Judged, Prepared
     from invrl.train.step import TrainStep
 
+logger = logging.getLogger(__name__)
+
 
 class TrainRank(SavingRank):
     """Raises ConfigError, TrainError, or torch's error if the other ranks do not come in time."""
@@ -69,6 +72,7 @@ class TrainRank(SavingRank):
         from invrl.train.model import build_model
         from invrl.train.process_group import join_process_group
         from invrl.train.trainer_state import TrainerState
+        from invrl.train.training_memory import TrainingMemory
         from invrl.train.weights import ReplicaWeights, weight_specs
 
         join_process_group(settings, port, listener)
@@ -109,6 +113,10 @@ class TrainRank(SavingRank):
         self._step = self._build_step(chunks, critic, options)
         state = TrainerState(chunks, self._step.optimizer, self._step.schedule, self._step)
         super().__init__(state, state.load)
+        self._training_memory = TrainingMemory(
+            [*self._step.chunks, *(critic.chunks if critic else ())],
+            [self._step.optimizer, *([critic.optimizer] if critic else ())],
+        )
         self._prepared: Prepared | None = None
         self._judged: Judged | None = None
         self.model_written: Future[FileEntries] = Future()
@@ -170,6 +178,27 @@ class TrainRank(SavingRank):
             routing=routing,
             expert_routers=expert_routers,
         )
+
+    def sleep(self) -> int:
+        """Gives the memory back that only training needs, until `wake`: engines on this rank's device take
+        it. What the rank keeps on a GPU is taken before that, the arena too. Returns the bytes that are then
+        free on the device."""
+        if self._settings.arena_on_gpu and self._weights.collects:
+            _ = self._transport
+        self._training_memory.offload()
+        return self._log_memory("sleeps")
+
+    def wake(self) -> int:
+        """Takes that memory again. Returns the bytes that were free on the device before."""
+        free = self._log_memory("wakes")
+        self._training_memory.restore()
+        return free
+
+    def _log_memory(self, change: str) -> int:
+        free = device.free_memory()
+        used = device.used_memory()
+        logger.info("the rank %s: it holds %.2f GB, %.2f GB are free", change, used / 1e9, free / 1e9)
+        return free
 
     def train(self, shard: Shard) -> StepResult:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""

@@ -32,6 +32,12 @@ class TrainActor(RankActor["TrainRank"]):
 
         return TrainRank(self._settings, port, self._listener)
 
+    async def sleep(self) -> int:
+        return await self._in_worker(self._rank.sleep)
+
+    async def wake(self) -> int:
+        return await self._in_worker(self._rank.wake)
+
     async def train(self, shard: Shard) -> StepResult:
         return await self._in_worker(self._rank.train, shard)
 

@@ -107,6 +107,15 @@ class TrainHandle:
         """As `RankCalls.watch`."""
         await self._everyone.watch()
 
+    async def sleep(self) -> int:
+        """Every rank gives its engines the memory that only training needs. Returns the bytes that are then
+        free on the fullest device. Raises TrainError, DeadlineError."""
+        return min((await self._call_all(TrainActor.sleep)).values())
+
+    async def wake(self) -> int:
+        """Every rank takes that memory again. Returns the bytes that were free before. As `sleep`."""
+        return min((await self._call_all(TrainActor.wake)).values())
+
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""

@@ -20,6 +20,15 @@ others generate meanwhile under the version that they hold; each token carries t
 to the first engine that passes its canary, an engine that fails goes back to the old weights. From then on
 the update goes forwards only: an engine that fails is lost. `_give_one_by_one` says the rest.
 
+Where engines and trainer share a GPU, an update begins before there are weights for it:
+
+    suspend: pause ─► sleep        the trainer makes a step
+    run:     stage ─► prepare ─► load ─► checksums ─► commit ─► wake ─► resume ─► canary
+               └────────┴──────────┴────────┴───────────┴─ old weights back, wake, resume
+
+An engine that sleeps has no memory for its cache. No engine joins the fleet between `suspend` and the end of
+`run`.
+
 Pure over `interfaces`.
 """
 
@@ -29,25 +38,22 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError, WeightSyncError
+from invrl.errors import CanaryError, ChecksumError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
 from invrl.metrics import timed
 from invrl.types import WeightUpdate, WeightVersion
 from invrl.weights.canary import CanaryBound
+from invrl.weights.fleet_update import FleetUpdate, Phase
 from invrl.weights.newcomers import Newcomers
 
 logger = logging.getLogger(__name__)
-Phase = Literal["prepare", "pause", "load", "commit", "resume", "canary"]
-_SHORT_PHASES = ("pause", "commit", "resume")
-_SHORT_PHASE_DEADLINE_S = 60.0
-Call = Callable[[WeightReceiver], Awaitable[None]]
 Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 
@@ -97,6 +103,10 @@ class WeightTransaction:
     phase: Phase | Literal["stage", ""] = field(default="", init=False)
     """What the update does that goes on; "" where there is none."""
     _newcomers: Newcomers = field(init=False)
+    _suspended: FleetUpdate | None = field(default=None, init=False)
+    """The update that `suspend` began."""
+    _closed: ExitStack = field(default_factory=ExitStack, init=False)
+    """Holds newcomers off while engines are suspended."""
 
     def __post_init__(self) -> None:
         self._newcomers = Newcomers(deadline_s=self.deadline_s)
@@ -113,8 +123,47 @@ class WeightTransaction:
         finally:
             self.phase = ""
 
-    async def _run(self, version: WeightVersion) -> WeightUpdate:
+    async def suspend(self) -> Mapping[str, str]:
+        """Begin the next update: pause every engine and free the memory of its cache, until `run`.
+
+        Returns the engines that were lost, with the reasons: their processes may still hold memory. Raises
+        WeightSyncError if every engine fails; those that are not in `unrestored` serve the old version.
+        """
         update = self._begin()
+        try:
+            with ExitStack() as closed:
+                with timed(update.seconds, "newcomers"):
+                    await self._newcomers.until_none_holds_updates()
+                closed.enter_context(self._newcomers.closed())
+                await self._ask_receivers(update)
+                try:
+                    await self._pause(update)
+                    update.asleep = True
+                    await update.call_each("sleep", lambda engine: engine.sleep())
+                except BaseException as error:
+                    await self._roll_back_after(error, update, self.committed)
+                    raise
+                self._closed = closed.pop_all()
+        finally:
+            self.phase = ""
+        lost = {name: str(error) for name, error in update.lost.items()}
+        update.lost.clear()
+        self._suspended = update
+        return lost
+
+    async def _run(self, version: WeightVersion) -> WeightUpdate:
+        update = self._suspended or self._begin()
+        self._suspended = None
+        old = self.committed
+        with self._closed.pop_all():
+            try:
+                return await self._give_version(update, version)
+            except BaseException as error:
+                if update.asleep:  # it failed before an engine was written
+                    await self._roll_back_after(error, update, old)
+                raise
+
+    async def _give_version(self, update: FleetUpdate, version: WeightVersion) -> WeightUpdate:
         if self.committed is not None:
             with timed(update.seconds, "newcomers"):
                 await self._newcomers.until_unread_but(self.committed.staged.version)
@@ -123,9 +172,7 @@ class WeightTransaction:
         with timed(update.seconds, "newcomers"):
             await self._newcomers.until_none_holds_updates()
         with self._newcomers.closed():
-            update.receivers = tuple(await self.receivers())
-            if not update.receivers:
-                raise WeightSyncError("the fleet has no engine to update")
+            await self._ask_receivers(update)
             await update.call_each("prepare", lambda engine: engine.check(layout, staged))
             prompts = self._canary_prompts_of(version)
             new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
@@ -143,21 +190,28 @@ class WeightTransaction:
             lost_engines={name: str(error) for name, error in update.lost.items()},
         )
 
-    async def _give_to_all(self, update: _Update, new: Committed, *, old: Committed | None) -> None:
+    async def _ask_receivers(self, update: FleetUpdate) -> None:
+        update.receivers = tuple(await self.receivers())
+        if not update.receivers:
+            raise WeightSyncError("the fleet has no engine to update")
+
+    async def _pause(self, update: FleetUpdate) -> None:
+        """From here to the commit no engine generates."""
+        update.paused_at = time.monotonic()
+        update.paused = True
+        await update.call_each("pause", lambda engine: engine.pause())
+
+    async def _give_to_all(self, update: FleetUpdate, new: Committed, *, old: Committed | None) -> None:
         """From the pause to the canary, for all engines of the update together. Raises as `run` does."""
         staged = new.staged
         try:
-            # From here to the commit no engine generates.
-            update.paused_at = time.monotonic()
-            update.paused = True
-            await update.call_each("pause", lambda engine: engine.pause())
+            if not update.paused:
+                await self._pause(update)
             update.touched = True
             await update.call_each("load", lambda engine: load_verified(engine, staged, self.load))
             await update.call_each("commit", lambda engine: engine.commit(staged.version))
         except BaseException as error:  # cancellation too: no engine may stay paused or mixed
-            unrestored = await self._roll_back(update, old)
-            if isinstance(error, WeightSyncError):
-                error.unrestored = unrestored
+            await self._roll_back_after(error, update, old)
             raise
         if self.committed is old:
             self.committed = new
@@ -166,7 +220,7 @@ class WeightTransaction:
         await asyncio.shield(resuming)
         await self._check_canary(update)
 
-    async def _give_one_by_one(self, update: _Update, new: Committed) -> None:
+    async def _give_one_by_one(self, update: FleetUpdate, new: Committed) -> None:
         """One engine after the other goes through the phases of `_give_to_all`; the others generate.
 
         An engine that fails before its commit goes back to the old weights. It is lost if another engine
@@ -202,7 +256,7 @@ class WeightTransaction:
             error.unrestored = tuple(unrestored)
             raise error
 
-    async def _go_back(self, update: _Update, old: Committed) -> tuple[str, ...]:
+    async def _go_back(self, update: FleetUpdate, old: Committed) -> tuple[str, ...]:
         """Give the old weights to engines that have resumed under the new ones. Returns those lost."""
         update.paused = True
         update.touched = True
@@ -271,8 +325,8 @@ class WeightTransaction:
         self,
         receivers: tuple[WeightReceiver, ...] = (),
         seconds: dict[str, float] | None = None,
-    ) -> _Update:
-        return _Update(
+    ) -> FleetUpdate:
+        return FleetUpdate(
             deadline_s=self.deadline_s,
             drain_timeout_s=self.drain_timeout_s,
             receivers=receivers,
@@ -283,7 +337,7 @@ class WeightTransaction:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
 
-    async def _stage(self, update: _Update, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
+    async def _stage(self, update: FleetUpdate, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
         """Generation continues meanwhile. No engine has been touched, so an error needs no undoing."""
         try:
             with timed(update.seconds, "stage"):
@@ -294,19 +348,35 @@ class WeightTransaction:
             raise WeightSyncError(f"staging took over {self.deadline_s} s") from None
         return layout, staged
 
-    async def _roll_back(self, update: _Update, old: Committed | None) -> tuple[str, ...]:
+    async def _roll_back_after(
+        self, error: BaseException, update: FleetUpdate, old: Committed | None
+    ) -> None:
+        """As `_roll_back`; the error names the engines that were lost."""
+        unrestored = await self._roll_back(update, old)
+        if isinstance(error, WeightSyncError):
+            error.unrestored = unrestored
+
+    async def _roll_back(self, update: FleetUpdate, old: Committed | None) -> tuple[str, ...]:
         """Put the old weights back and resume. Returns the engines that were lost, before or now."""
         if update.touched:
             if old is None:
                 return tuple(engine.name for engine in update.receivers)
             await update.try_each("load", lambda engine: load_verified(engine, old.staged, self.load))
             await update.try_each("commit", lambda engine: engine.commit(old.staged.version))
+        await self._wake(update)
         if update.paused:
             await update.try_each("resume", lambda engine: engine.resume())
         return tuple(update.lost)
 
-    async def _resume_committed(self, update: _Update) -> None:
+    async def _wake(self, update: FleetUpdate) -> None:
+        """Give engines that sleep the memory of their caches back. One that finds too little is lost."""
+        if update.asleep:
+            update.asleep = False
+            await update.try_each("wake", lambda engine: engine.wake())
+
+    async def _resume_committed(self, update: FleetUpdate) -> None:
         """Every engine holds the new version. An engine that does not resume is lost; nothing is undone."""
+        await self._wake(update)
         await update.try_each("resume", lambda engine: engine.resume())
         paused_s = time.monotonic() - update.paused_at
         update.seconds["paused"] = max(paused_s, update.seconds.get("paused", 0.0))
@@ -317,7 +387,7 @@ class WeightTransaction:
             return self.canary_prompts
         return [self.canary_prompts[version % len(self.canary_prompts)]]
 
-    async def _check_canary(self, update: _Update) -> None:
+    async def _check_canary(self, update: FleetUpdate) -> None:
         """Ask the engines of the update. Raises CanaryError if all canary prompts together are beyond the
         bound: where one prompt alone is, it may be by the rounding of its few tokens."""
         committed = self.committed
@@ -337,7 +407,7 @@ class WeightTransaction:
 
     @contextmanager
     def _trainer_canary(
-        self, update: _Update, prompts: Sequence[Sequence[int]]
+        self, update: FleetUpdate, prompts: Sequence[Sequence[int]]
     ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
         """The trainer's log-probs of the prompts, one after another, which it computes within the block."""
 
@@ -355,7 +425,7 @@ class WeightTransaction:
             asking.add_done_callback(_ignore_error)
 
     async def _compare_canary(
-        self, update: _Update, committed: Committed, trained: asyncio.Future[NDArray[np.float32]]
+        self, update: FleetUpdate, committed: Committed, trained: asyncio.Future[NDArray[np.float32]]
     ) -> None:
         """Ask the engines. Raises CanaryError beyond the bound."""
         served: dict[str, NDArray[np.float32]] = {}
@@ -375,105 +445,6 @@ class WeightTransaction:
         update.max_gaps += [max_gap for max_gap, _ in gaps]
         update.mean_gaps += [mean_gap for _, mean_gap in gaps]
         self.committed = replace(committed, canary=expected)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Update:
-    """The bookkeeping of one update: which engines take part, which were lost, how long each phase took."""
-
-    deadline_s: float
-    drain_timeout_s: float
-    entered: Callable[[Phase], None]
-    """Called when a phase begins."""
-    receivers: tuple[WeightReceiver, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
-    lost: dict[str, Exception] = field(default_factory=dict)
-    max_gaps: list[float] = field(default_factory=list)
-    """Of the canary, by engine; `mean_gaps` too."""
-    mean_gaps: list[float] = field(default_factory=list)
-    trainer_canary: asyncio.Future[NDArray[np.float32]] | None = None
-    """The trainer's log-probs of the update's canary prompts, from the pause on."""
-    paused_at: float = 0.0
-    paused: bool = False
-    """Some engine may be paused."""
-    touched: bool = False
-    """Some engine may have been written."""
-
-    async def call_each(self, phase: Phase, call: Call) -> None:
-        """Call all remaining engines side by side, and wait for all of them.
-
-        An engine that fails is lost, unless every engine fails: then the first failure is raised with its
-        engine's name, and no engine is lost.
-        """
-        remaining = self.remaining()
-        failures = await self._call_side_by_side(phase, remaining, call)
-        if len(failures) == len(remaining):
-            raise self._error_of_all(phase, failures) from next(iter(failures.values()))
-        self._lose(phase, failures)
-
-    async def try_each(self, phase: Phase, call: Call) -> None:
-        """As `call_each`, but an engine that fails is lost even if every engine fails."""
-        failures = await self._call_side_by_side(phase, self.remaining(), call)
-        self._lose(phase, failures)
-
-    def raise_if_all_lost(self) -> None:
-        if len(self.lost) == len(self.receivers):
-            name, error = list(self.lost.items())[-1]
-            reason = f"{name} was lost after the commit: {error}"
-            if len(self.receivers) > 1:
-                reason = f"every engine was lost after the commit, {reason}"
-            raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
-
-    def _error_of_all(self, phase: Phase, failures: Mapping[str, Exception]) -> WeightSyncError:
-        """The error for a phase that failed on every engine: the first failure, with its class if that says
-        more than WeightSyncError."""
-        name, *other_names = failures
-        error = failures[name]
-        message = f"{name} failed in phase {phase}: {error}"
-        if other_names:
-            message += f" (and so did {', '.join(other_names)})"
-        if self.lost:
-            message += f"; lost before: {', '.join(self.lost)}"
-        if isinstance(error, LayoutError | ChecksumError):
-            return type(error)(message, engine=name)
-        return WeightSyncError(message, engine=name)
-
-    def remaining(self) -> list[WeightReceiver]:
-        return [engine for engine in self.receivers if engine.name not in self.lost]
-
-    def _lose(self, phase: Phase, failures: Mapping[str, Exception]) -> None:
-        for name, error in failures.items():
-            logger.error("%s is dropped from the update: it failed in phase %s: %s", name, phase, error)
-            self.lost[name] = error
-
-    async def _call_side_by_side(
-        self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
-    ) -> Mapping[str, Exception]:
-        """The failures, by engine. A phase takes as long as its slowest engine."""
-        deadline_s = self.deadline_s
-        if phase in _SHORT_PHASES:
-            deadline_s = min(deadline_s, _SHORT_PHASE_DEADLINE_S)
-        if phase == "pause":
-            deadline_s += self.drain_timeout_s
-
-        async def failure_of(receiver: WeightReceiver) -> Exception | None:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    await call(receiver)
-            except TimeoutError:
-                return DeadlineError(f"engine {receiver.name}", deadline_s)
-            except Exception as error:
-                return error
-            return None
-
-        self.entered(phase)
-        with timed(self.seconds, phase):
-            errors = await asyncio.gather(*(failure_of(receiver) for receiver in receivers))
-        failures: dict[str, Exception] = {}
-        for receiver, error in zip(receivers, errors, strict=True):
-            if error is not None:
-                failures[receiver.name] = error
-        return failures
 
 
 def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:

@@ -278,7 +278,8 @@ class RankProcess:
         weights = self._rank._weights
         values = {name: of(parameter) for name, parameter in self._trained().items()}
         tensors = weights.export(torch.float32, values)
-        return {name: tensor.numpy().copy() for name, tensor in tensors}
+        # Cloned, because the memory of a tensor that numpy has seen cannot be resized any more.
+        return {name: tensor.clone().numpy() for name, tensor in tensors}
 
     def _trained(self) -> dict[str, Any]:
         """This rank's parameters without the buffers, by their names in the whole model."""
@@ -297,9 +298,9 @@ class RankProcess:
         head = own.pop(VALUE_HEAD, None)
         values = {name: of(tensor) for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
         tensors = self._critic_parts.export(torch.float32, values)
-        arrays = {name: tensor.numpy().copy() for name, tensor in tensors}
+        arrays = {name: tensor.clone().numpy() for name, tensor in tensors}
         if head is not None:
-            arrays["value_head"] = of(head).detach().float().numpy().copy()
+            arrays["value_head"] = of(head).detach().float().clone().numpy()
         return arrays
 
     def _share_gradients(self, chunks: Sequence[Any]) -> None:
@@ -331,6 +332,8 @@ class RankProcess:
 
         def whole(parameter: Any) -> Any:
             if not self._is_sharded():
+                # Beside bfloat16 parameters Megatron has master weights.
+                parameter = getattr(parameter, "main_param", parameter)
                 [state] = [part.optimizer.state[parameter] for part in parts if _trains(part, parameter)]
                 return state[name]
             state = torch.zeros(parameter.numel())
@@ -473,6 +476,23 @@ class RankProcess:
             replaced[name] = getattr(module, constant)
             setattr(module, constant, value)
         return replaced
+
+    def sleep(self, _: None) -> int:
+        return self._rank.sleep()
+
+    def wake(self, _: None) -> int:
+        return self._rank.wake()
+
+    def gradient_bytes(self, _: None) -> int:
+        """Of the memory that gradients have."""
+        chunks = list(self._rank._step.chunks)
+        if self._rank._step.critic is not None:
+            chunks += self._rank._step.critic.chunks
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers(chunks))
+
+    def moved_bytes(self, _: None) -> int:
+        """Of what goes to the host's memory while the rank sleeps."""
+        return sum(state.nbytes for state in self._rank._training_memory._states())
 
     def train(self, shard: Shard) -> StepResult:
         return self._rank.train(shard)

@@ -18,8 +18,8 @@ from train_reference import (
     Reference,
     Tensors,
     float64_everywhere,
-    random_batch,
     relative,
+    rewarded_batch,
     worst,
 )
 
@@ -56,17 +56,6 @@ Floats = NDArray[np.float64]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-def rewarded_batch(seed: int) -> TrainBatch:
-    """Rewards of single tokens, some of them where nothing is trained, which count for nothing."""
-    batch = random_batch(seed)
-    rng = np.random.default_rng(seed)
-    samples: list[TrainSample] = []
-    for sample in batch.samples:
-        rewards_T = rng.normal(size=len(sample.tokens_T)) * (rng.random(len(sample.tokens_T)) < 0.4)
-        samples.append(replace(sample, columns={"rewards": rewards_T.astype(np.float32)}))
-    return replace(batch, samples=tuple(samples))
 
 
 BATCHES = tuple(rewarded_batch(seed) for seed in range(3))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +213,14 @@ def random_batch(
         samples=tuple(samples),
         advantages=advantages,
     )
+
+
+def rewarded_batch(seed: int) -> TrainBatch:
+    """Rewards of single tokens, some of them where nothing is trained, which count for nothing."""
+    batch = random_batch(seed)
+    rng = np.random.default_rng(seed)
+    samples: list[TrainSample] = []
+    for sample in batch.samples:
+        rewards_T = rng.normal(size=len(sample.tokens_T)) * (rng.random(len(sample.tokens_T)) < 0.4)
+        samples.append(replace(sample, columns={"rewards": rewards_T.astype(np.float32)}))
+    return replace(batch, samples=tuple(samples))

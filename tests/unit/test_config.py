@@ -251,6 +251,25 @@ def test_the_tree_is_frozen() -> None:
             ["--max-new-tokens", "900", "--engine-max-total-tokens", "900"],
             "rollout.max_new_tokens", "KV cache", "--engine-max",
         ),
+        (["--colocate", "--debug-rollout-only"], "run.colocate", "not both", "leave"),
+        (
+            ["--colocate", "--debug-train-only", "--load-rollout-data", "x"],
+            "run.colocate", "not both", "leave",
+        ),
+        (
+            ["--colocate", "--external-engines", "http://10.0.0.5:30000", "--weight-transport", "disk"],
+            "engine.external_engines", "give no memory back", "--colocate",
+        ),
+        (
+            ["--colocate", "--advantage", "gae", "--critic-data-parallel-size", "1"],
+            "train.critic_data_parallel_size", "gives no memory back", "--colocate",
+        ),
+        (["--colocate", "--weight-update", "rolling"], "weight_sync.weight_update", "all engines", "leave"),
+        (
+            ["--colocate", "--weight-update-inflight", "in_place"],
+            "weight_sync.weight_update_inflight", "cannot keep", "retract or drain",
+        ),
+        (["--colocate", "--constrained", "masked"], "gateway.constrained", "grammar", "--constrained free"),
         (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
         (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),
         (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),

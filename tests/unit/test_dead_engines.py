@@ -189,6 +189,10 @@ class FakeReceiver:
         self._phase("commit")
         self.version = version
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def resume(self) -> None:
         self.is_paused = False
 

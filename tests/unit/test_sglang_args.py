@@ -19,6 +19,7 @@ from invrl.engines.sglang_args import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
     entry_for,
+    flags_of_run,
     router_flags,
     router_parser,
     sglang_flags,
@@ -242,6 +243,21 @@ def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:
     assert {*_SEEDED_BACKENDS["attention_backend"]} - {"torch_native"} <= {
         *DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     }
+
+
+def test_an_engine_that_shares_its_gpu_leaves_a_fifth_unless_the_user_says_otherwise() -> None:
+    def of_run(options: Mapping[str, object], *, shares_gpu: bool) -> argparse.Namespace:
+        flags = flags_of_run(options, in_place=False, record_experts=False, shares_gpu=shares_gpu)
+        return sglang_args.sglang_parser().parse_args(flags)
+
+    shared = of_run({}, shares_gpu=True)
+    assert (shared.enable_memory_saver, shared.mem_fraction_static) == (True, 0.8)
+    chosen = of_run({"mem-fraction-static": "0.7"}, shares_gpu=True)
+    assert (chosen.enable_memory_saver, chosen.mem_fraction_static) == (True, 0.7)
+    alone = of_run({}, shares_gpu=False)
+    assert (alone.enable_memory_saver, alone.mem_fraction_static) == (False, None)
+    with pytest.raises(ConfigError, match="use --colocate"):
+        sglang_flags({"enable-memory-saver": True})
 
 
 def test_an_alias_does_not_get_around() -> None:

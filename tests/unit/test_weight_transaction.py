@@ -13,6 +13,7 @@ import pytest
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights import fleet_update
 from invrl.weights import transaction as weight_sync
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
@@ -50,6 +51,7 @@ class Receiver:
         self.weights = "0"
         self.version = 0
         self.paused = False
+        self.asleep = False
         self.calls: list[str] = []
         self.gap_of_prompt: dict[int, float] = {}
         """By a prompt's first token; `gap` for the others."""
@@ -80,6 +82,15 @@ class Receiver:
         self.paused = True
         await self._phase("pause")
 
+    async def sleep(self) -> None:
+        assert self.paused, "memory taken from running requests"
+        await self._phase("sleep")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        await self._phase("wake")
+        self.asleep = False
+
     async def load(self, staged: StagedWeights) -> None:
         assert self.paused, "weights moved under running requests"
         self.weights = "torn"
@@ -97,6 +108,7 @@ class Receiver:
 
     async def resume(self) -> None:
         await self._phase("resume")
+        assert not self.asleep, "resumed without a cache"
         self.paused = False
         self.traffic_on_mixed |= self.weights != str(self.version)
 
@@ -150,7 +162,8 @@ def fail_in(engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pyte
         deadlines[asyncio.current_task()] = made = asyncio.timeout(seconds)
         return made
 
-    monkeypatch.setattr(weight_sync, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
+    for module in (weight_sync, fleet_update):
+        monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
     for engine in engines:
         if how == "hang":
             engine.hang = {phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)}
@@ -622,3 +635,135 @@ def test_bounds_follow_the_coarsest_dtype() -> None:
     fine = CanaryBound.for_dtypes("float32", "float32")
     assert fine.max_gap == 1e-3
     assert CanaryBound.for_dtypes("float32", "bfloat16").mean_gap > fine.mean_gap
+
+
+# ------------------------------------------------------------------ engines that sleep before an update
+
+
+SLEEP_PHASES = pytest.mark.parametrize("phase", ["pause", "sleep"])
+
+
+async def test_engines_sleep_from_the_suspension_to_the_commit(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    for engine in three:
+        engine.calls.clear()
+    assert await updates.suspend() == {}
+    assert all(engine.asleep for engine in three)
+    assert updates.phase == ""
+    update = await updates.run(WeightVersion(2))
+    for engine in three:
+        assert (engine.weights, engine.version, engine.paused, engine.asleep) == ("2", 2, False, False)
+        assert engine.calls == [
+            "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
+        ]  # fmt: skip
+    assert {"pause", "sleep", "wake", "paused"} <= update.seconds.keys()
+    await updates.run(WeightVersion(3))
+    assert three[0].calls[-7:] == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+
+
+@WAYS
+@SLEEP_PHASES
+async def test_an_engine_that_does_not_fall_asleep_is_named_and_not_called_again(
+    three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = list(three)
+
+    async def engines() -> Sequence[Receiver]:
+        return fleet
+
+    updates = transaction(three)
+    updates.receivers = engines
+    await updates.run(WeightVersion(1))
+    fail_in([three[1]], phase, how, monkeypatch)
+    assert list(await updates.suspend()) == ["engine-1"]
+    del fleet[1]  # as the caller does
+    num_calls = len(three[1].calls)
+    update = await updates.run(WeightVersion(2))
+    assert update.lost_engines == {}
+    assert len(three[1].calls) == num_calls
+    assert [(engine.version, engine.asleep) for engine in fleet] == [(2, False)] * 2
+
+
+@WAYS
+@SLEEP_PHASES
+@pytest.mark.parametrize("first", [False, True])
+async def test_where_no_engine_falls_asleep_all_go_on_under_the_old_version(
+    three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = transaction(three)
+    if not first:
+        await updates.run(WeightVersion(1))
+    versions = [engine.version for engine in three]
+    fail_in(three, phase, how, monkeypatch)
+    with pytest.raises(WeightSyncError) as raised:
+        await updates.suspend()
+    assert raised.value.unrestored == ()
+    assert [engine.version for engine in three] == versions
+    assert not any(engine.paused or engine.asleep for engine in three)
+    await updates.run(WeightVersion(2))  # and newcomers are admitted as before
+    await updates.bring_up(Receiver("engine-3"), lambda: None)
+
+
+@WAYS
+@pytest.mark.parametrize("phase", ["check", "load", "checksums", "commit"])
+async def test_an_update_that_fails_wakes_the_engines_with_the_old_version(
+    three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    await updates.suspend()
+    fail_in(three, phase, how, monkeypatch)
+    with pytest.raises(WeightSyncError) as raised:
+        await updates.run(WeightVersion(2))
+    assert raised.value.unrestored == ()
+    for engine in three:
+        assert (engine.weights, engine.version, engine.paused, engine.asleep) == ("1", 1, False, False)
+    await updates.suspend()
+    update = await updates.run(WeightVersion(3))
+    assert (update.lost_engines, three[0].version) == ({}, 3)
+
+
+async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    await updates.suspend()
+
+    async def fail(version: WeightVersion) -> StagedWeights:
+        raise WeightSyncError("the disk is full")
+
+    updates.sender.stage = fail  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="the disk is full"):
+        await updates.run(WeightVersion(2))
+    assert [(engine.version, engine.paused, engine.asleep) for engine in three] == [(1, False, False)] * 3
+
+
+@WAYS
+async def test_an_engine_that_does_not_wake_is_lost_after_the_commit(
+    three: list[Receiver], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = transaction(three)
+    await updates.suspend()
+    fail_in([three[1]], "wake", how, monkeypatch)
+    update = await updates.run(WeightVersion(1))
+    assert list(update.lost_engines) == ["engine-1"]
+    assert "resume" not in three[1].calls, "it would compute without a cache"
+    await updates.suspend()
+    fail_in(three, "wake", how, monkeypatch)
+    with pytest.raises(WeightSyncError, match="every engine was lost"):
+        await updates.run(WeightVersion(2))
+
+
+async def test_no_engine_joins_while_others_sleep(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    await updates.suspend()
+    joined = asyncio.Event()
+    newcomer = Receiver("engine-3")
+    coming = asyncio.create_task(updates.bring_up(newcomer, joined.set))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not joined.is_set()
+    await updates.run(WeightVersion(2))
+    await coming
+    assert (joined.is_set(), newcomer.version, newcomer.asleep) == (True, 2, False)

@@ -8,7 +8,7 @@ invrl.lanes = (() => {
 
   const LANE = 28;
   const LABEL = 88;
-  const KNOWN = ["starting", "rollout", "assemble", "train", "sync", "checkpoint", "evaluating", "record", "teacher"];
+  const KNOWN = ["starting", "rollout", "assemble", "train", "sync", "checkpoint", "evaluating", "record", "teacher", "gpu_turn"];
 
   /** {node, draw(from, to)}: `spans` as the timeline has them; times are Unix seconds. */
   function laneChart(spans, starts) {
