@@ -41,6 +41,13 @@ STAGES: dict[str, Stage] = {
             smaller="MICRO_BATCHES in stages/speed.py, or --model small",
         ),
         Stage(
+            name="experts",
+            proves="experts computed together are the experts one by one, and Hugging Face's; their speed",
+            usual_s=60,
+            deadline_s=150,
+            smaller="the shapes in stages/experts.py",
+        ),
+        Stage(
             name="ipc_arena",
             proves="weights in an arena in GPU memory reach another process whole",
             usual_s=25,

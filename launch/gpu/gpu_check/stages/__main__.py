@@ -1,5 +1,6 @@
 """`python -m gpu_check.stages NAME SETTINGS`: one stage, in this process."""
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -16,8 +17,7 @@ os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 
 def main(name: str, settings_json: str) -> None:
-    # At the deadline, what a stage does at its end is done.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _end)
     module = importlib.import_module(f"gpu_check.stages.{name}")
     try:
         module.run(settings_of_argument(settings_json))
@@ -26,6 +26,12 @@ def main(name: str, settings_json: str) -> None:
     except Exception as error:
         _emit_memory(name, error)
         raise
+
+
+def _end(number: int, _: object) -> None:
+    """At the deadline: says in the log where the stage is, and does what a stage does at its end."""
+    faulthandler.dump_traceback()
+    sys.exit(128 + number)
 
 
 def _emit_memory(name: str, error: Exception) -> None:

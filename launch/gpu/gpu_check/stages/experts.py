@@ -1,16 +1,7 @@
-"""Checks the experts on a GPU: products in groups against one product for each expert, and the training step
-of a model with experts against the same step with Megatron's module and against Hugging Face.
-
-    PYTHONPATH=.:tests python tests/gpu_moe.py        prints a JSON line for each result
-
-`SMOKE=1` runs the same code small, on a CPU.
+"""The experts of a model: products in groups against one product for each expert, and a training step against
+the same step with Megatron's module and against Hugging Face's.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +13,8 @@ import torch
 from family_models import make_family_model
 from transformers import AutoModelForCausalLM
 
+from gpu_check.result import emit
+from gpu_check.settings import CheckSettings
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.bench.hugging_face_step import HuggingFaceStep, pad_batch
 from invrl.bench.step_program import measure_steps, start_rank
@@ -34,24 +27,24 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.rank import TrainRank
 from invrl.train.sharding import shard_batch
 
-SMOKE = bool(os.environ.get("SMOKE"))
-MICRO_BATCH = 256 if SMOKE else 16384
-ROUNDING = 2.0**-8
+_MICRO_BATCH = 16_384
+_SMOKE_MICRO_BATCH = 256
+_ROUNDING = 2.0**-8
 """Of a number in bfloat16, relative."""
-ALGORITHM = AlgorithmConfig.model_validate({})
-Emit = Callable[..., None]
+_ROUNDS = 5
+_ALGORITHM = AlgorithmConfig.model_validate({})
 
 
-def moe_step(emit: Emit, work: Path) -> None:
-    """Raises AssertionError for a result that is wrong. `work`: a folder for the model."""
-    check_products(emit)
-    check_step(emit, moe_model(work / "moe"))
+def run(settings: CheckSettings) -> None:
+    device.prepare()
+    _check_products(settings)
+    _check_step(settings)
 
 
-def check_products(emit: Emit) -> None:
+def _check_products(settings: CheckSettings) -> None:
     """Products and gradients against one product for each expert, and how long both take: the experts of a
     layer of Qwen3-30B-A3B, 16,384 tokens that go to 8 of them each, every eighth expert without tokens."""
-    experts, inputs, outputs, rows = (8, 64, 48, 300) if SMOKE else (128, 2048, 1536, 131072)
+    experts, inputs, outputs, rows = (8, 64, 48, 300) if settings.smoke else (128, 2048, 1536, 131072)
     memory = torch.randn(experts, outputs, inputs, device=device.device()) / inputs**0.5
     adjacent = [weight.detach().requires_grad_() for weight in memory.bfloat16()]
     separate = [weight.detach().clone().requires_grad_() for weight in adjacent]
@@ -80,9 +73,9 @@ def check_products(emit: Emit) -> None:
         for part, found_part, expected_part in zip(
             ("outputs", "row gradients", "weight gradients"), found, expected, strict=True
         ):
-            gap = relative_gap(found_part, expected_part)
+            gap = _relative_gap(found_part, expected_part)
             emit(check="products", way=name, part=part, gap=gap)
-            assert gap < ROUNDING, f"{name}: {part} are off by {gap}"
+            assert gap < _ROUNDING, f"{name}: {part} are off by {gap}"
         empty = [number for number, size in enumerate(sizes) if size == 0]
         assert empty
         assert not found[2][empty].any(), f"{name}: an expert without tokens has a gradient"
@@ -90,8 +83,8 @@ def check_products(emit: Emit) -> None:
     work = 2.0 * rows * inputs * outputs
     for name, (forward, weights) in ways.items():
         outputs_PO = forward()
-        forward_s = seconds(forward)
-        backward_s = seconds(
+        forward_s = _seconds(forward)
+        backward_s = _seconds(
             lambda outputs_PO=outputs_PO, weights=weights: torch.autograd.grad(
                 outputs_PO, [rows_PI, *weights], gradient_PO, retain_graph=True
             )
@@ -106,8 +99,9 @@ def check_products(emit: Emit) -> None:
         )
 
 
-def moe_model(folder: Path) -> Path:
+def _model(settings: CheckSettings) -> Path:
     """Qwen3 with experts, random weights."""
+    folder = settings.work / "models" / "experts"
     shape: dict[str, Any] = {
         "vocab_size": 32768,
         "hidden_size": 1024,
@@ -120,7 +114,7 @@ def moe_model(folder: Path) -> Path:
         "moe_intermediate_size": 512,
         "max_position_embeddings": 8192,
     }
-    if SMOKE:
+    if settings.smoke:
         shape = {"num_experts": 8, "moe_intermediate_size": 32}
     # Without a padding id: Hugging Face leaves the gradient of its embedding out.
     shape |= {"initializer_range": 0.02, "mlp_only_layers": [], "pad_token_id": None}
@@ -129,18 +123,20 @@ def moe_model(folder: Path) -> Path:
     return folder
 
 
-def check_step(emit: Emit, folder: Path) -> None:
+def _check_step(settings: CheckSettings) -> None:
     """One batch: log-probs, gradients, and tokens per second, with experts together and one by one."""
+    folder = _model(settings)
+    micro_batch = _SMOKE_MICRO_BATCH if settings.smoke else _MICRO_BATCH
     train = TrainConfig.model_validate(
         {
             "train_dtype": "bfloat16",
-            "max_tokens_per_microbatch": MICRO_BATCH,
+            "max_tokens_per_microbatch": micro_batch,
             "lr": 1e-12,  # so that every step has the same weights
             "clip_grad": 0.0,
         }
     )
-    rank = start_rank(str(folder), train, ALGORITHM)
-    batch = make_batch("equal_lengths", num_tokens=4 * MICRO_BATCH, longest=MICRO_BATCH // 4, vocab_size=512)
+    rank = start_rank(str(folder), train, _ALGORITHM)
+    batch = make_batch("equal_lengths", num_tokens=4 * micro_batch, longest=micro_batch // 4, vocab_size=512)
     prompts = [sample.tokens_T[:1000].tolist() for sample in batch.samples[:3]]
     [shard] = shard_batch(batch, ranks=1, steps=1)
 
@@ -148,25 +144,25 @@ def check_step(emit: Emit, folder: Path) -> None:
         return resolve(rank.train(shard).metrics)["grad_norm"]
 
     def one_by_one() -> float:
-        with sequential_experts():
+        with _sequential_experts():
             return together()
 
     logprobs = {"together": rank.logprobs(prompts)}
-    with sequential_experts():
+    with _sequential_experts():
         logprobs["one_by_one"] = rank.logprobs(prompts)
     for dtype in (torch.bfloat16, torch.float32):
-        logprobs[str(dtype)] = hugging_face_logprobs(folder, prompts, dtype)
-    gaps = {name: mean_gap(values, logprobs["torch.float32"]) for name, values in logprobs.items()}
+        logprobs[str(dtype)] = _hugging_face_logprobs(folder, prompts, dtype)
+    gaps = {name: _mean_gap(values, logprobs["torch.float32"]) for name, values in logprobs.items()}
     emit(check="logprobs", mean_gap_to_float32=gaps)
 
     norms = {"together": together()}
-    gradients = expert_gradients(rank)
+    gradients = _expert_gradients(rank)
     norms["one_by_one"] = one_by_one()
-    expected = expert_gradients(rank)
-    gradient_gaps = {name: relative_gap(gradients[name], expected[name]) for name in expected}
+    expected = _expert_gradients(rank)
+    gradient_gaps = {name: _relative_gap(gradients[name], expected[name]) for name in expected}
     worst = max(gradient_gaps, key=lambda name: gradient_gaps[name])
-    plain = HuggingFaceStep(str(folder), train, ALGORITHM)
-    padded = pad_batch(batch, tokens=MICRO_BATCH, sorted_by_length=False)
+    plain = HuggingFaceStep(str(folder), train, _ALGORITHM)
+    padded = pad_batch(batch, tokens=micro_batch, sorted_by_length=False)
     norms["hugging_face"] = plain.run(padded)
     emit(check="gradients", norms=norms, worst_expert=worst, gap=gradient_gaps[worst])
 
@@ -195,7 +191,7 @@ def check_step(emit: Emit, folder: Path) -> None:
 
 
 @contextmanager
-def sequential_experts() -> Iterator[None]:
+def _sequential_experts() -> Iterator[None]:
     """Within the block layers compute their experts by Megatron's own module."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -209,7 +205,7 @@ def sequential_experts() -> Iterator[None]:
         Experts.forward = forward
 
 
-def hugging_face_logprobs(
+def _hugging_face_logprobs(
     folder: Path, prompts: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[np.ndarray]:
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
@@ -223,48 +219,37 @@ def hugging_face_logprobs(
     return logprobs
 
 
-def mean_gap(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+def _mean_gap(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(found) - np.concatenate(expected)).mean())
 
 
-def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference, relative to that of `expected`."""
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def expert_gradients(rank: TrainRank) -> dict[str, torch.Tensor]:
-    """What the last step accumulated, of one layer in the middle, by the parameters' names."""
+def _expert_gradients(rank: TrainRank) -> dict[str, torch.Tensor]:
+    """What the last step accumulated in the second layer, by the parameters' names."""
     [chunk] = rank._step.chunks
-    layer = "layers.1." if SMOKE else "layers.4."
     parameters: dict[str, Any] = dict(chunk.named_parameters())
     return {
         name: parameter.main_grad.clone()
         for name, parameter in parameters.items()
-        if layer in name and ".local_experts." in name and parameter.main_grad.any()
+        if "layers.1." in name and ".local_experts." in name and parameter.main_grad.any()
     }
 
 
-def seconds(work: Callable[[], object], rounds: int = 1 if SMOKE else 5) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """Of one call, after a warm-up."""
     work()
-    started = finished()
-    for _ in range(rounds):
+    started = _finished()
+    for _ in range(_ROUNDS):
         work()
-    return (finished() - started) / rounds
+    return (_finished() - started) / _ROUNDS
 
 
-def finished() -> float:
+def _finished() -> float:
     """The time when the device has done its work."""
     if device.on_cuda():
         torch.cuda.synchronize()
     return time.monotonic()
-
-
-def emit_line(**values: object) -> None:
-    print("RESULT " + json.dumps(values), flush=True)
-
-
-if __name__ == "__main__":
-    device.prepare()
-    with tempfile.TemporaryDirectory() as temporary_folder:
-        moe_step(emit_line, Path(temporary_folder))
