@@ -44,6 +44,7 @@ class StepSettings:
     repetitions: int
     out: str
     """File for the result."""
+    workloads: tuple[str, ...] = WORKLOADS
 
 
 def measure(settings: StepSettings) -> dict[str, object]:
@@ -61,7 +62,7 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
     speeds: dict[str, dict[str, list[float]]] = {}
     phases: list[dict[str, float]] = []
     flops: list[float] = []
-    for workload in WORKLOADS:
+    for workload in settings.workloads:
         batch = make_batch(
             workload,
             num_tokens=settings.num_tokens,

@@ -22,7 +22,7 @@ with tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz") as archive:
 }
 
 unpacking=()
-for group in g1 g2 g3; do
+for group in g1 g2 g3 g4; do
   [ -e "$KEPT/$group.count" ] && [ ! -e "$KEPT/$group.done" ] || continue
   there="$(find "$KEPT" -name "$group.tar.xz.?" | wc -l)"
   [ "$there" -eq "$(cat "$KEPT/$group.count")" ] || { echo "$group: $there pieces have come"; continue; }

@@ -42,19 +42,23 @@ unpack g1 megatron-core==0.16.1 opentelemetry-api==1.45.2 importlib-metadata==9.
 
 # g2: SGLang. Its kernels are those for torch 2.11: the project's own pin is built for torch 2.13.
 mapfile -t serving < <(pinned apache-tvm-ffi xgrammar llguidance compressed-tensors interegular loguru openai-harmony \
-  partial-json-parser pybase64 python-multipart pyzmq setproctitle soundfile cffi watchfiles einops)
+  partial-json-parser pybase64 python-multipart pyzmq setproctitle soundfile cffi watchfiles einops jsonschema \
+  jsonschema-specifications referencing rpds-py)
 unpack g2 sglang==0.5.21 sglang-kernel==0.4.5 flashinfer-python==0.6.18 torch-memory-saver==0.0.10 "${serving[@]}"
 
-# g3: Ray and the router.
-mapfile -t loop < <(pinned ray sglang-router jsonschema jsonschema-specifications referencing rpds-py)
-unpack g3 "${loop[@]}"
+# g3: the router. g4: Ray.
+unpack g3 "$(pinned sglang-router)"
+unpack g4 "$(pinned ray)"
 
 # Most of the 383 MB of kernels are FlashAttention 3, for three kinds of cards; nothing here calls them.
 rm -rf g2/sgl_kernel/{flash_ops,flashmla_ops,infllm_ops,spatial_ops}*.so g2/sgl_kernel/sm100
 python3 "$HERE/fat_binary.py" g2/sgl_kernel/sm90/common_ops.abi3.so g2/sgl_kernel/sm90/common_ops.new 90
 mv g2/sgl_kernel/sm90/common_ops.new g2/sgl_kernel/sm90/common_ops.abi3.so
 rm -rf g2/sglang/{multimodal_gen,benchmark} g2/sglang/srt/rust_extensions/_{grpc,multimodal}*.so g2/flashinfer/data/*
-rm -rf g3/ray/{jars,rllib,tune,serve,data,train,llm,cpp,workflow} g3/ray/dashboard/client
+rm -rf g4/ray/{jars,rllib,tune,serve,data,train,llm,cpp,workflow} g4/ray/dashboard/client
+
+# Without its sources flashinfer cannot build its norms; the kernels above have them, too.
+sed -i 's/^    _has_flashinfer = True$/    _has_flashinfer = False/' g2/sgl_kernel/elementwise.py
 
 # SGLang imports IPython for a display that nobody sees.
 mkdir -p g2/IPython
@@ -82,14 +86,14 @@ if [ -d prebuilt ]; then
 fi
 
 # Libraries that strip does not understand stay as they are.
-find g1 g2 g3 -name '*.so*' -type f -size +1M -exec sh -c 'strip --strip-unneeded "$1" 2>/dev/null || true' _ {} \;
-find g3 \( -name raylet -o -name gcs_server \) -type f -exec strip {} \;
-find g1 g2 g3 -name __pycache__ -prune -exec rm -rf {} +
+find g1 g2 g3 g4 -name '*.so*' -type f -size +1M -exec sh -c 'strip --strip-unneeded "$1" 2>/dev/null || true' _ {} \;
+find g4 \( -name raylet -o -name gcs_server \) -type f -exec strip {} \;
+find g1 g2 g3 g4 -name __pycache__ -prune -exec rm -rf {} +
 
 rm -rf pieces
 mkdir pieces
-for group in g1 g2 g3; do
-  tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$group" -cf - . | xz -T0 -6 \
+for group in g1 g2 g3 g4; do
+  tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$group" -cf - . | xz -T0 --x86 --lzma2=preset=6 \
     | split -b 48m -d -a1 - "pieces/$group.tar.xz."
   find pieces -name "$group.tar.xz.?" | wc -l >"pieces/$group.count"
 done

@@ -10,7 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from gpu_check.card import why_busy, why_still_busy
@@ -46,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
             return 2
     record = Record(settings.out / "gpu.json")
     states: list[str] = []
-    for name in options.stages or list(STAGES):
-        left_s = options.deadline - (time.monotonic() - start)
-        outcome = _run(name, settings, left_s)
+    give_up_at = start + options.deadline
+    names = options.stages or list(STAGES)
+    outcomes = _run_at_once if options.at_once else _run_in_turn
+    for name, outcome in outcomes(names, settings, give_up_at):
         record.add(name, outcome)
         states.append(outcome.state)
         print(json.dumps({"stage": name, **outcome.as_json()}), flush=True)
@@ -56,16 +58,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if {"failed", "not run"}.isdisjoint(states) else 1
 
 
-def _run(name: str, settings: CheckSettings, left_s: float) -> Outcome:
-    """`left_s`: of the time for all stages."""
+def _run_in_turn(
+    names: Sequence[str], settings: CheckSettings, give_up_at: float
+) -> Iterator[tuple[str, Outcome]]:
+    for name in names:
+        reason = None if settings.smoke else why_still_busy(_MEMORY_FREED_S)
+        yield name, _run(name, settings, give_up_at) if reason is None else not_run(reason)
+
+
+def _run_at_once(
+    names: Sequence[str], settings: CheckSettings, give_up_at: float
+) -> Iterator[tuple[str, Outcome]]:
+    """In the order in which they end."""
+    with ThreadPoolExecutor(len(names)) as threads:
+        running = {threads.submit(_run, name, settings, give_up_at): name for name in names}
+        for ended in as_completed(running):
+            yield running[ended], ended.result()
+
+
+def _run(name: str, settings: CheckSettings, give_up_at: float) -> Outcome:
     stage = STAGES[name]
+    left_s = give_up_at - time.monotonic()
     least_s = _TOO_LITTLE_S if settings.smoke else stage.usual_s
     if left_s < least_s:
         return not_run(f"it takes about {stage.usual_s:.0f} s, {max(left_s, 0):.0f} s of --deadline are left")
-    if not settings.smoke:
-        reason = why_still_busy(_MEMORY_FREED_S)
-        if reason is not None:
-            return not_run(reason)
     deadline_s = stage.deadline_s * (_SMOKE_PATIENCE if settings.smoke else 1)
     return run_stage(stage, settings, min(deadline_s, left_s))
 
@@ -101,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=work, help="folder for models and runs (%(default)s)")
     parser.add_argument(
         "--deadline", type=float, default=float("inf"), metavar="SECONDS", help="for all stages together"
+    )
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="run the stages side by side, which takes as long as the longest; their times then say nothing",
     )
     parser.add_argument(
         "--model", choices=("small", "half"), default="half", help="the random model (%(default)s)"

@@ -1,5 +1,7 @@
 """The random models that stages train and serve, written once for all of them."""
 
+import contextlib
+import os
 from pathlib import Path
 
 from tiny_model import make_tiny_model
@@ -12,10 +14,18 @@ def random_model(settings: CheckSettings, name: ModelName) -> Path:
     billion parameters and is for what is timed; both are small in a smoke run."""
     size = "small" if settings.smoke else name
     folder = settings.work / "models" / size
-    if (folder / "model.safetensors").exists():
+    if folder.exists():
         return folder
+    partial = folder.with_name(f"{size}-{os.getpid()}")
+    _write(partial, size)
+    with contextlib.suppress(OSError):  # another stage was faster
+        partial.rename(folder)
+    return folder
+
+
+def _write(folder: Path, size: ModelName) -> None:
     if size == "half":
-        return make_tiny_model(
+        make_tiny_model(
             folder,
             family="qwen3",
             dtype="bfloat16",
@@ -30,7 +40,8 @@ def random_model(settings: CheckSettings, name: ModelName) -> Path:
             tie_embeddings=True,
             max_positions=32768,
         )
-    return make_tiny_model(
+        return
+    make_tiny_model(
         folder,
         family="qwen3",
         dtype="bfloat16",

@@ -1,7 +1,9 @@
 """What a stage reports while it runs: lines of its standard output, which is its log."""
 
 import json
+import time
 
+_STARTED = time.monotonic()
 _MARK = "RESULT "
 _SKIPPED_MARK = "SKIPPED "
 
@@ -11,8 +13,8 @@ class StageSkipped(Exception):
 
 
 def emit(**values: object) -> None:
-    """Report figures. What was reported before a failure is kept."""
-    print(_MARK + json.dumps(values), flush=True)
+    """Report figures, with the seconds since the stage began. What was reported before a failure is kept."""
+    print(_MARK + json.dumps({"at_s": round(time.monotonic() - _STARTED, 1), **values}), flush=True)
 
 
 def emit_skipped(reason: str) -> None:

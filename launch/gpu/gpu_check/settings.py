@@ -27,13 +27,14 @@ class CheckSettings:
     @property
     def sglang_flags(self) -> dict[str, str]:
         """Options of the engines. Triton's attention and torch's sampling need no kernels that are built
-        with flashinfer; the trainer needs most of the memory."""
+        with flashinfer. How large the cache is, every stage says itself: the fraction of the memory only has
+        to leave room for what other processes of the card take while an engine starts."""
         if self.smoke:
             return {}
         return {
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
-            "mem_fraction_static": "0.3",
+            "mem_fraction_static": "0.85",
             "cuda_graph_max_bs_decode": "32",
             "cuda_graph_backend_prefill": "disabled",
         }

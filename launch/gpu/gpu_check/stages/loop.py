@@ -21,6 +21,8 @@ _TASKS = 64
 _DEADLINE_S = 160.0
 _SMOKE_DEADLINE_S = 1500.0
 _TAIL_LINES = 15
+_CACHED_TOKENS = 1_000_000
+"""Of an engine: 2 GB of the small model."""
 _REPORTED = re.compile(
     r"rollout/reward_mean|sync/canary_mean_gap|train/(peak|estimated)_memory_gb|(time|sync)/\w+_s"
 )
@@ -87,6 +89,7 @@ def _run_flags(settings: CheckSettings) -> list[str]:
     flags = {"num-steps": str(STEPS), "progress": "plain"}
     if not settings.smoke:
         flags["weight-arena-device"] = "cuda"
+        flags["engine-max-total-tokens"] = str(_CACHED_TOKENS)
     for name, value in settings.sglang_flags.items():
         flags[f"sglang-{name.replace('_', '-')}"] = value
     return _as_arguments(flags)
