@@ -93,7 +93,7 @@ find g1 g2 g3 g4 -name __pycache__ -prune -exec rm -rf {} +
 rm -rf pieces
 mkdir pieces
 for group in g1 g2 g3 g4; do
-  tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$group" -cf - . | xz -T0 --x86 --lzma2=preset=6 \
+  tar --sort=name --owner=0 --group=0 --mtime=@0 -C "$group" -cf - . | xz -T0 --x86 --lzma2=preset=9e \
     | split -b 48m -d -a1 - "pieces/$group.tar.xz."
   find pieces -name "$group.tar.xz.?" | wc -l >"pieces/$group.count"
 done
