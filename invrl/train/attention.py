@@ -29,6 +29,9 @@ from invrl.train.routing_replay import Routing
 from invrl.train.sliding_window import windowed
 from invrl.train.tree_mask import TreeMask
 
+_MOST_CALLS = 5
+"""Of SDPA for a layer, in the place of one kernel: four rows, and the padding."""
+
 
 class RowAttention(Protocol):
     """The attention of a layer over a packed row, or over this rank's share of it."""
@@ -68,14 +71,14 @@ class PackedRow(PackedSeqParams):
         routing: Routing | None,
     ) -> "PackedRow":
         """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's attention is one kernel,
-        not a call per block. `positions`: the layers' rotary positions."""
+        not a call per block, unless calls are faster. `positions`: the layers' rotary positions."""
         positions_P = to_device(share.positions_Q, target)
         attention: dict[int | None, RowAttention] = {}
         for window in windows:
-            if in_one_kernel:
+            blocks = share.own_blocks(_blocks(share.micro_batch, window))
+            if in_one_kernel and not _suit_flash_attention(blocks, dtype):
                 attention[window] = TreeMask.of(share, window, target)
             else:
-                blocks = share.own_blocks(_blocks(share.micro_batch, window))
                 attention[window] = AttentionCalls.of(blocks, share.gathered_P, target, dtype)
         return PackedRow(
             qkv_format="sbhd",
@@ -89,6 +92,13 @@ def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBl
     if window is None:
         return micro_batch.blocks
     return windowed(micro_batch.blocks, micro_batch.positions_P, window)
+
+
+def _suit_flash_attention(blocks: Sequence[AttentionBlock], dtype: torch.dtype) -> bool:
+    """Whether SDPA computes each of the blocks by its flash kernel, and they are few. Four rows of 4,096 tokens
+    took an H200 0.56 of the time of the one kernel. More calls would keep the host busy, not the GPU."""
+    are_causal = all(len(block.prefix_K) == 0 and block.mask_QK is None for block in blocks)
+    return are_causal and len(blocks) <= _MOST_CALLS and dtype in (torch.bfloat16, torch.float16)
 
 
 class RotarySelfAttention(SelfAttention):

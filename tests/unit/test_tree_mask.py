@@ -169,6 +169,44 @@ def test_layers_of_each_window_have_their_mask(in_one_kernel: bool) -> None:
         torch.testing.assert_close(forward_only(attention, share), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "window", "calls_are_faster"),
+    [
+        (4, torch.bfloat16, None, True),
+        (4, torch.float32, None, False),
+        (4, torch.bfloat16, 50, False),
+        (9, torch.bfloat16, None, False),
+    ],
+)
+def test_few_long_rows_are_calls_of_flash_attention(
+    num_rows: int, dtype: torch.dtype, window: int | None, calls_are_faster: bool
+) -> None:
+    device.prepare()
+    from invrl.train.attention import PackedRow
+
+    rows = [
+        Row(tokens_T=np.full(100, number, np.int32), wanted_N=np.array([99]), temperature=1.0)
+        for number in range(num_rows)
+    ]
+    (micro_batch,) = pack(rows, max_tokens=2000, share_prefixes=True)
+    (share,) = shares_of(micro_batch, 1)
+    packed_row = PackedRow.of(
+        share, CPU, dtype, windows=(window,), in_one_kernel=True, positions={}, routing=None
+    )
+    assert isinstance(packed_row.attention[window], TreeMask) != calls_are_faster
+
+
+def test_rows_that_share_a_prefix_are_one_kernel() -> None:
+    device.prepare()
+    from invrl.train.attention import PackedRow
+
+    (share,) = shares_of(forest(), 1)
+    packed_row = PackedRow.of(
+        share, CPU, torch.bfloat16, windows=(None,), in_one_kernel=True, positions={}, routing=None
+    )
+    assert isinstance(packed_row.attention[None], TreeMask)
+
+
 def forward_only(attention: RowAttention, share: ContextShare) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(1, 2, len(share.places_Q), 16, generator=generator)
