@@ -6,7 +6,7 @@ beginning and nothing else lies in it. The process that allocates must outlive w
 process that opened it closes it with the last tensor over it, so an engine that gets a new trainer does not
 keep the memory of the one before. The driver frees it when all of them have ended, however they end.
 
-Written after CUDA's documentation; it has not been run on a GPU yet. Imports torch only where it is used.
+Imports torch only where it is used.
 """
 
 from __future__ import annotations
