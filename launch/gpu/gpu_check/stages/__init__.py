@@ -8,7 +8,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             name="machine",
             proves="torch reaches the card; what it computes and copies per second; NCCL",
-            usual_s=15,
+            usual_s=9,
             deadline_s=40,
             smaller="nothing: the card is not empty",
         ),
@@ -16,13 +16,13 @@ STAGES: dict[str, Stage] = {
             name="same_step",
             proves="the trainer's gradients in float32 are Hugging Face's",
             usual_s=50,
-            deadline_s=100,
+            deadline_s=150,
             smaller="nothing: the model is small already; is the card empty?",
         ),
         Stage(
             name="logprobs",
             proves="the trainer's log-probs in bfloat16 are Hugging Face's, as far as bfloat16 goes",
-            usual_s=30,
+            usual_s=35,
             deadline_s=100,
             smaller="--model small",
         ),
@@ -36,8 +36,8 @@ STAGES: dict[str, Stage] = {
         Stage(
             name="speed",
             proves="the speed of a training step beside Hugging Face's, where its time goes, its memory",
-            usual_s=70,
-            deadline_s=130,
+            usual_s=140,
+            deadline_s=200,
             smaller="MICRO_BATCHES in stages/speed.py, or --model small",
         ),
         Stage(
@@ -50,14 +50,14 @@ STAGES: dict[str, Stage] = {
         Stage(
             name="ipc_arena",
             proves="weights in an arena in GPU memory reach another process whole",
-            usual_s=25,
+            usual_s=26,
             deadline_s=60,
             smaller="--model small",
         ),
         Stage(
             name="ipc_bucket",
             proves="SGLang's buckets by CUDA IPC reach another process whole, and memory does not grow",
-            usual_s=30,
+            usual_s=37,
             deadline_s=60,
             smaller="NUM_TENSORS in stages/ipc_bucket.py",
         ),
