@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs what is missing, then format, lint, types and tests. Arguments go to pytest, which runs all tests
-# without them, in two processes side by side:
-# ./launch/test.sh tests/unit -k buffer
+# Installs what is missing, then format, lint, types and tests, in two processes side by side:
+# ./launch/test.sh                        the quick tests
+# ./launch/test.sh --all                  all tests; writes tests/suite.json
+# ./launch/test.sh tests/unit -k buffer   what pytest makes of these arguments
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 "$ROOT/launch/install.sh"
@@ -18,16 +19,30 @@ contained "$BIN/ruff" format --check --quiet .
 contained "$BIN/ruff" check --quiet .
 contained "$BIN/pyright"
 PYTEST=("$BIN/python" "$ROOT/launch/run_contained.py" "$BIN/python" -m pytest)
+CHOICE=(-m "not slow")
+ALL=()
+RECORD=()
+if [ "${1:-}" = --all ]; then
+  shift
+  CHOICE=()
+  ALL=(--all)
+  RECORD=(--record)
+fi
 [ $# -eq 0 ] || exec "${PYTEST[@]}" "$@"
 
 # Much of a test's time goes by while processes start and deadlines end. The halves take equally long.
-SECOND_HALF=(tests/unit tests/e2e)
-OUTPUT="$(mktemp)"
-trap 'rm -f "$OUTPUT"' EXIT
-"${PYTEST[@]}" "${SECOND_HALF[@]}" >"$OUTPUT" 2>&1 &
+REPORTS="$(mktemp -d)"
+trap 'rm -rf "$REPORTS"' EXIT
+run_half() {  # NUMBER
+  local parts
+  mapfile -t parts < <("$BIN/python" tests/suite.py half "$1" ${ALL[@]+"${ALL[@]}"})
+  "${PYTEST[@]}" ${CHOICE[@]+"${CHOICE[@]}"} --junitxml "$REPORTS/$1.xml" "${parts[@]}"
+}
+run_half 1 >"$REPORTS/1.txt" 2>&1 &
 SECOND=$!
 FAILED=0
-"${PYTEST[@]}" tests "${SECOND_HALF[@]/#/--ignore=}" || FAILED=$?
+run_half 0 || FAILED=$?
 wait "$SECOND" || FAILED=$?
-cat "$OUTPUT"
+cat "$REPORTS/1.txt"
+"$BIN/python" tests/suite.py summary ${RECORD[@]+"${RECORD[@]}"} "$REPORTS"/*.xml
 exit "$FAILED"

@@ -38,6 +38,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)  # no program that is started inherits a handler
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A report says which tests are slow."""
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.user_properties.append(("slow", True))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken; room for the
