@@ -352,5 +352,26 @@ def test_a_gpu_stages_nothing_and_computes_attention_in_half(model: Path) -> Non
     config = read_hf_config(model)
     half = [LayerActivations.of(config, 0, 2, on_cuda=on_cuda).total for on_cuda in (True, False)]
     assert half[0] < half[1]
-    whole = [LayerActivations.of(config, 0, 4, on_cuda=on_cuda).total for on_cuda in (True, False)]
+    whole = [LayerActivations.of(config, 0, 4, on_cuda=on_cuda).core_attention for on_cuda in (True, False)]
     assert whole[0] == whole[1]
+
+
+def test_a_gpu_keeps_the_inputs_of_its_kernels_alone(tmp_path: Path) -> None:
+    hidden, heads, kv_heads, dim, inner = 64, 4, 2, 16, 96
+    folder = make_tiny_model(
+        tmp_path / "model",
+        family="qwen3",
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        intermediate=inner,
+    )
+    norms = 2 * (2 * hidden)  # of each its input and its result, which is the next projection's input
+    mixed = (heads + 2 * kv_heads) * dim
+    attention = (2 * heads + 2 * kv_heads) * dim  # queries, keys, values and the output
+    mlp = 2 * inner + inner  # gate and up, and what they give
+    numbers = hidden + norms + mixed + attention + mlp  # and the layer's input
+    in_float32 = 2 + heads  # the norms' rows, and the logarithms of attention's sums
+    found = LayerActivations.of(read_hf_config(folder), 0, 2, on_cuda=True).total
+    assert found == 2 * numbers + 4 * in_float32
