@@ -134,11 +134,12 @@ def imported_modules(path: Path) -> list[tuple[str, int]]:
     }
     modules = []
     for node in nodes_of(path):
-        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
         for name in names:
             package, _, inner = name.partition(".")
             if package == "invrl" and node not in for_types:
