@@ -1,12 +1,16 @@
-"""The rules that keep the tree readable: names, layers, no import circles, and a map that is true."""
+"""The rules that keep the tree readable: names, layers, no import circles, and a map that is true.
+
+A test is a rule. Its failure lists every fault in the tree, with file and line, and says what to do instead.
+"""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from file_map import MAP, with_table
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
 # Imports run one way. `root` stands for the modules of `invrl/` itself, which every package may import. A
@@ -74,6 +79,17 @@ WITHOUT_EVENT_LOOP = ("types", "rendering", "dialects")
 """Packages of the gateway that are plain functions and values: they import no event loop and no engine."""
 
 
+def check(rule: str, faults: Iterable[str], fix: str) -> None:
+    """Fail with the rule, its fix and every fault, if there is a fault."""
+    lines = "".join(f"\n  {fault}" for fault in faults)
+    if lines:
+        pytest.fail(f"{rule}. Fix: {fix}.{lines}", pytrace=False)
+
+
+def place(path: Path, line: int = 1) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
 def name_of(path: Path) -> str:
     """`invrl/train/model.py` -> `train.model`."""
     parts = path.relative_to(ROOT / "invrl").with_suffix("").parts
@@ -88,117 +104,173 @@ def package_of(module: str) -> str:
     return "root"
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def imports_of(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Our own modules that a file imports: dotted name, line, and whether only for type checks."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree_of(path)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.split(".")[0] == "invrl":
-                yield name, node.lineno, id(node) in for_types
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_file_is_named_by_its_noun_and_says_its_role(path: Path) -> None:
-    assert not EMPTY_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
-    if path.name != "__init__.py":
-        docstring = ast.get_docstring(tree_of(path))
-        assert len(docstring or "") > 20, "a module docstring says what the module is for, and its invariant"
-
-
 MODULES = {name_of(path): path for path in SOURCES}
-
-
-def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
-    """Our own modules that a file imports at run time, without `invrl.`, and the line."""
-    for name, line, for_types_only in imports_of(path):
-        if not for_types_only:
-            inner = name.removeprefix("invrl").removeprefix(".")
-            yield (inner if inner in MODULES else inner.rpartition(".")[0]), line
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_package_imports_only_what_it_may(path: Path) -> None:
-    package = package_of(name_of(path))
-    for target, line in imported_modules(path):
-        is_settings = target.endswith(".config") and target != "run.config"
-        if package_of(target) in {package, "root"} or is_settings or not target:
-            continue
-        assert {package_of(target), target} & MAY_IMPORT[package], f"line {line}: {package} imports {target}"
-
-
 GATEWAY_SOURCES = [path for path in SOURCES if name_of(path).startswith("gateway.")]
 
 
-@pytest.mark.parametrize("path", GATEWAY_SOURCES, ids=name_of)
-def test_the_packages_of_the_gateway_import_downwards(path: Path) -> None:
-    package = name_of(path).split(".")[1]
-    allowed = INSIDE_THE_GATEWAY[package] | {package, "config"}
-    for target, line in imported_modules(path):
-        if target.startswith("gateway."):
-            assert target.split(".")[1] in allowed, f"line {line}: gateway.{package} imports {target}"
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text()
 
 
-@pytest.mark.parametrize("path", GATEWAY_SOURCES, ids=name_of)
-def test_dialects_and_rendering_have_no_event_loop(path: Path) -> None:
-    if name_of(path).split(".")[1] not in WITHOUT_EVENT_LOOP:
-        return
-    for node in ast.walk(tree_of(path)):
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path), str(path))
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
+def imported_modules(path: Path) -> list[tuple[str, int]]:
+    """Our own modules that a file imports at run time, without `invrl.`, and the line."""
+    for_types = {
+        inner
+        for node in nodes_of(path)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    modules = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            assert all(alias.name != "asyncio" for alias in node.names), f"line {node.lineno}"
-        assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"line {node.lineno}"
-    for target, line in imported_modules(path):
-        assert package_of(target) in {"gateway", "root"}, f"line {line}: imports {target}"
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, inner = name.partition(".")
+            if package == "invrl" and node not in for_types:
+                module = inner if inner in MODULES else inner.rpartition(".")[0]
+                modules.append((module, node.lineno))
+    return modules
 
 
-def test_every_package_says_what_lives_in_it() -> None:
-    for path in SOURCES:
-        if path.name == "__init__.py":
-            assert len(ast.get_docstring(tree_of(path)) or "") > 60, path
+def test_files_are_named_by_their_nouns() -> None:
+    faults = (
+        f"{place(path)}: {name}"
+        for path in SOURCES
+        for name in path.relative_to(ROOT).with_suffix("").parts
+        if name in EMPTY_NAMES
+    )
+    check("A name says what is inside", faults, "name the file or folder by the noun that it is about")
+
+
+def test_modules_say_their_role() -> None:
+    faults = (
+        place(path)
+        for path in SOURCES
+        if path not in PACKAGES and len(ast.get_docstring(tree_of(path)) or "") <= 20
+    )
+    check(
+        "A module says what it is for", faults, "begin the file with a docstring: its role and its invariant"
+    )
+
+
+def test_packages_say_what_lives_in_them() -> None:
+    faults = (place(path) for path in PACKAGES if len(ast.get_docstring(tree_of(path)) or "") <= 60)
+    check("A package says what lives in it", faults, "begin the file with a docstring of a sentence or more")
+
+
+def test_imports_are_absolute() -> None:
+    faults = (
+        place(path, node.lineno)
+        for path in SOURCES
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and node.level
+    )
+    check("Imports are absolute", faults, "import from invrl.<module>")
+
+
+def test_packages_import_only_what_they_may() -> None:
+    def faults() -> Iterator[str]:
+        for path in SOURCES:
+            package = package_of(name_of(path))
+            for target, line in imported_modules(path):
+                is_settings = target.endswith(".config") and target != "run.config"
+                if package_of(target) in {package, "root"} or is_settings or not target:
+                    continue
+                if not {package_of(target), target} & MAY_IMPORT.get(package, set()):
+                    yield f"{place(path, line)}: {package} imports {target}"
+
+    fix = "pass the value in, or move what both need to a lower package; see MAY_IMPORT"
+    check("Packages import downwards", faults(), fix)
+
+
+def test_the_packages_of_the_gateway_import_downwards() -> None:
+    def faults() -> Iterator[str]:
+        for path in GATEWAY_SOURCES:
+            package = name_of(path).split(".")[1]
+            if package not in INSIDE_THE_GATEWAY:
+                yield f"{place(path)}: gateway.{package} is not listed"
+                continue
+            allowed = INSIDE_THE_GATEWAY[package] | {package, "config"}
+            for target, line in imported_modules(path):
+                if target.startswith("gateway.") and target.split(".")[1] not in allowed:
+                    yield f"{place(path, line)}: gateway.{package} imports {target}"
+
+    fix = "pass the value in, or move what both need to a lower package; see INSIDE_THE_GATEWAY"
+    check("The packages of the gateway import downwards", faults(), fix)
+
+
+def test_dialects_and_rendering_have_no_event_loop() -> None:
+    def faults() -> Iterator[str]:
+        for path in GATEWAY_SOURCES:
+            if name_of(path).split(".")[1] not in WITHOUT_EVENT_LOOP:
+                continue
+            for node in nodes_of(path):
+                if isinstance(node, ast.AsyncFunctionDef | ast.Await):
+                    yield f"{place(path, node.lineno)}: {type(node).__name__}"
+                if isinstance(node, ast.Import) and any(alias.name == "asyncio" for alias in node.names):
+                    yield f"{place(path, node.lineno)}: imports asyncio"
+            for target, line in imported_modules(path):
+                if package_of(target) not in {"gateway", "root"}:
+                    yield f"{place(path, line)}: imports {target}"
+
+    rule = f"The gateway's {', '.join(WITHOUT_EVENT_LOOP)} are plain functions and values"
+    check(rule, faults(), "wait in gateway.server, and pass the value in")
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    modules = {f"invrl.{name_of(path)}".rstrip("."): path for path in SOURCES}
     edges: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        found = [
-            (n if n in modules else n.rpartition(".")[0], line)
-            for n, line, types in imports_of(path)
-            if not types
-        ]
+    for name, path in MODULES.items():
         at_top = {node.lineno for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)}
-        edges[name] = {target for target, line in found if target in modules and line in at_top} - {name}
+        targets = {target for target, line in imported_modules(path) if line in at_top}
+        edges[name] = (targets & MODULES.keys()) - {name}
+    circles: list[str] = []
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
-        if name not in done:
+        if name in trail:
+            circle = [*trail[trail.index(name) :], name]
+            circles.append(" -> ".join(f"invrl.{module}".rstrip(".") for module in circle))
+        elif name not in done:
             for target in sorted(edges[name]):
                 visit(target, (*trail, name))
             done.add(name)
 
-    for name in modules:
+    for name in MODULES:
         visit(name, ())
+    check("Modules import each other in no circle", circles, "move what both need to a module of its own")
 
 
 def test_the_map_lists_every_file_with_what_it_is() -> None:
-    text = MAP.read_text()
-    assert with_table(text) == text, "run: python tests/file_map.py"
+    table = with_table(MAP.read_text())
+    difference = difflib.unified_diff(MAP.read_text().splitlines(), table.splitlines(), "is", "must be", n=0)
+    rule = "ARCHITECTURE.md has the table of files that their docstrings make"
+    check(rule, map(str.rstrip, difference), "python tests/file_map.py")
+
+
+def test_the_prose_of_the_map_names_files_that_exist() -> None:
+    faults = (
+        f"{place(MAP, line)}: {name}"
+        for line, text in enumerate(MAP.read_text().splitlines(), 1)
+        for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text)
+        if not (ROOT / name).exists()
+    )
+    check("ARCHITECTURE.md names files that exist", faults, "correct the name or the sentence")
 
 
 def is_defined(symbol: str, path: Path) -> bool:
@@ -208,33 +280,36 @@ def is_defined(symbol: str, path: Path) -> bool:
     definition = re.compile(
         rf"^\s*(?:(?:async )?def|class) {symbol}\b|^\s*{symbol}\b(?:: .*)?(?: = |$)", re.MULTILINE
     )
-    return any(definition.search(file.read_text()) for file in files)
-
-
-def test_the_prose_of_the_map_names_files_that_exist() -> None:
-    text = MAP.read_text()
-    for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text):
-        assert (ROOT / name).exists(), f"ARCHITECTURE.md names {name}, which is gone"
+    return any(file.exists() and definition.search(text_of(file)) for file in files)
 
 
 def test_the_map_names_symbols_that_are_defined_where_it_says() -> None:
     text = MAP.read_text()
-    for symbol, name in re.findall(r"`(\w+)`[^`|;]* in `(invrl/[\w./]*)`", text):
-        assert is_defined(symbol, ROOT / name), f"ARCHITECTURE.md: {name} defines no {symbol}"
+    faults = (
+        f"{place(MAP, text.count(chr(10), 0, match.start()) + 1)}: {match[2]} defines no {match[1]}"
+        for match in re.finditer(r"`(\w+)`[^`|;]* in `(invrl/[\w./]*)`", text)
+        if not is_defined(match[1], ROOT / match[2])
+    )
+    check("ARCHITECTURE.md names symbols where they are defined", faults, "correct the name or the sentence")
 
 
 def test_the_classes_and_methods_that_the_map_names_exist() -> None:
     prose = MAP.read_text().partition("<!-- files -->")[0]
     bodies: dict[str, str] = {}
     for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 bodies[node.name] = bodies.get(node.name, "") + ast.unparse(node)
-    for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", prose):
-        class_name, _, member = name.partition(".")
-        assert class_name in bodies, f"ARCHITECTURE.md names the class {class_name}, which is gone"
-        if member:
-            assert f"def {member}(" in bodies[class_name], f"ARCHITECTURE.md names {name}, which is gone"
+
+    def faults() -> Iterator[str]:
+        for line, text in enumerate(prose.splitlines(), 1):
+            for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text):
+                class_name, _, member = name.partition(".")
+                if class_name not in bodies or (member and f"def {member}(" not in bodies[class_name]):
+                    yield f"{place(MAP, line)}: {name}"
+
+    rule = "ARCHITECTURE.md names classes and methods that exist"
+    check(rule, faults(), "correct the name or the sentence")
 
 
 def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
@@ -246,37 +321,55 @@ def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout
     tracked = [ROOT / name for name in listing.splitlines()] or SOURCES
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
+    faults = (
+        f"{place(path, number)}: {line.strip()}"
         for path in tracked
         if path.is_file()
         and path != Path(__file__).resolve()
         and path.suffix in {".py", ".md", ".toml", ".sh", ".txt", ""}
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if pattern.search(line)
-    ]
-    assert found == []
+    )
+    check("No file names a registry or a path of one machine", faults, "leave it to the user's configuration")
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports test files by their names alone, so two of one name end the whole suite."""
-    names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
-    assert [name for name, count in names.items() if count > 1] == []
+    paths = list(ROOT.glob("tests/**/test_*.py"))
+    names = Counter(path.name for path in paths)
+    faults = (place(path) for path in paths if names[path.name] > 1)
+    rule = "pytest imports test files by their names alone: two of one name end the whole suite"
+    check(rule, faults, "rename one of them")
 
 
-def test_no_wildcard_and_no_bare_except() -> None:
-    for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom):
-                assert all(alias.name != "*" for alias in node.names), f"{path}:{node.lineno}"
-            if isinstance(node, ast.ExceptHandler):
-                assert node.type is not None, f"{path}:{node.lineno}: a bare except"
+def test_no_import_takes_every_name() -> None:
+    faults = (
+        place(path, node.lineno)
+        for path in SOURCES
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+    )
+    check("No wildcard in an import", faults, "import the names that are used")
+
+
+def test_no_except_is_bare() -> None:
+    faults = (
+        place(path, node.lineno)
+        for path in SOURCES
+        for node in nodes_of(path)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    )
+    check("No bare except", faults, "name the exceptions that are expected")
 
 
 def test_no_wait_loses_a_cancellation() -> None:
     """In Python 3.11 `asyncio.wait_for` returns its result in the place of a cancellation that comes together
     with it, and whoever has cancelled waits for ever. `asyncio.timeout` does not."""
-    for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert (node.value.id, node.attr) != ("asyncio", "wait_for"), f"{path}:{node.lineno}"
+    faults = (
+        place(path, node.lineno)
+        for path in SOURCES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) == ("asyncio", "wait_for")
+    )
+    check("asyncio.wait_for can lose a cancellation", faults, "use asyncio.timeout")

@@ -1,9 +1,12 @@
 """A command of `invrl`: where its function is, and how it ends without success."""
 
-import inspect
+import ast
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
+
+_COMMANDS = Path(__file__).with_name("commands")
 
 
 class CommandFailed(Exception):
@@ -15,8 +18,8 @@ class CommandFailed(Exception):
 
 
 class Command(NamedTuple):
-    """A row of the table in `main.py`. It names its function instead of importing it, so that `invrl --help`
-    loads no command."""
+    """A row of the table in `main.py`. It names its function instead of importing it, so that help loads no
+    command."""
 
     module: str
     """Below `invrl.cli.commands`."""
@@ -31,5 +34,12 @@ class Command(NamedTuple):
         return getattr(import_module(f"invrl.cli.commands.{self.module}"), self.function)
 
     def help(self) -> str:
-        """The docstring of the function, without its indentation."""
-        return inspect.getdoc(self.load()) or ""
+        """The docstring of the function, without its indentation. It is read from the source: what a command
+        imports takes longer to load than to say how it is used."""
+        source = _COMMANDS.joinpath(f"{self.module}.py").read_text(encoding="utf-8")
+        docstrings = {
+            node.name: ast.get_docstring(node)
+            for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        return docstrings[self.function] or ""

@@ -26,7 +26,12 @@ from invrl.train.adamw_steps import repair_distributed_optimizer
 from invrl.train.kernels import FLEX_TILE, SMALLEST_FLEX_HEAD
 from invrl.train.logit_blocks import BLOCK_BYTES
 from invrl.train.megatron_on_cpu import replace_cuda
-from invrl.train.megatron_repairs import batch_gradient_clipping, ignore_known_warnings, repair_megatron
+from invrl.train.megatron_repairs import (
+    batch_gradient_clipping,
+    hide_wandb,
+    ignore_known_warnings,
+    repair_megatron,
+)
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -145,10 +150,11 @@ def logit_block_bytes() -> int:
 def prepare() -> None:
     """Idempotent. Call it before Megatron is imported."""
     ignore_known_warnings()
-    if not on_cuda():
-        replace_cuda()
-    repair_distributed_optimizer()
-    repair_megatron()
+    with hide_wandb():
+        if not on_cuda():
+            replace_cuda()
+        repair_distributed_optimizer()
+        repair_megatron()
     if on_cuda():
         batch_gradient_clipping()
         # A rank has a dozen kernels to compile. The processes that torch would start for that take longer to

@@ -1,12 +1,14 @@
-"""Repairs of megatron-core 0.16.1: modules that break without TransformerEngine, experts in groups, and
-warnings that say nothing.
+"""Repairs of megatron-core 0.16.1: modules that break without TransformerEngine, experts in groups, an import
+that leaves folders in TMPDIR, and warnings that say nothing.
 
 They act on the whole process. `repair_megatron` imports Megatron.
 """
 
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,24 @@ def ignore_known_warnings() -> None:
     on_this_device = () if torch.cuda.is_available() else (_GPU_ADVICE,)
     for beginning in _KNOWN_WARNINGS + on_this_device:
         warnings.filterwarnings("ignore", message=re.escape(beginning))
+
+
+@contextmanager
+def hide_wandb() -> Iterator[None]:
+    """Makes `import wandb` fail in what is imported meanwhile, unless wandb has been imported before.
+
+    Megatron imports it for timers that no rank uses. wandb makes two folders in TMPDIR, to be removed when
+    the interpreter ends, but a rank is killed. Code of the user can import it afterwards.
+    """
+    modules: dict[str, Any] = sys.modules
+    if "wandb" in modules:
+        yield
+        return
+    modules["wandb"] = None  # `import` raises ModuleNotFoundError for such a name
+    try:
+        yield
+    finally:
+        del modules["wandb"]
 
 
 def repair_megatron() -> None:

@@ -22,9 +22,16 @@ def scrapes() -> Scrapes:
 
 
 @pytest.fixture(scope="session")
-def learned(folder: Path, scrapes: Scrapes) -> Path:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TMPDIR of `learned`."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="session")
+def learned(folder: Path, temporary: Path, scrapes: Scrapes) -> Path:
     """All its steps, all checkpoints and batches kept, and scraped."""
     kept = ("--save-interval", "4", "--keep-checkpoints", "0", "--save-rollout-data")
     shown = ("--metrics-port", str(scrapes.port), "--sglang-enable-metrics")
-    with scrapes.running():
+    with scrapes.running(), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TMPDIR", str(temporary))
         return train(folder, "learned", *kept, *shown)

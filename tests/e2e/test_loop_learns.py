@@ -112,6 +112,13 @@ def test_a_run_leaves_what_a_viewer_needs(learned: Path) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
+def test_a_run_leaves_nothing_in_the_temporary_folder(learned: Path, temporary: Path) -> None:
+    """But torch's folder for compiled kernels, which the next run uses."""
+    assert learned.exists()
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
+@pytest.mark.timeout(DEADLINE_S)
 def test_what_user_code_logs_has_run_and_session_and_no_key(learned: Path) -> None:
     lines = (learned / "logs" / "rollout-worker-0.log").read_text().splitlines()
     begins = [line for line in lines if " begins at http" in line]

@@ -82,18 +82,22 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert importlib.metadata.version("invrl") == invrl.__version__
 
 
-def test_help_and_version_load_no_command() -> None:
-    """They answer at once: pydantic alone would take longer than all the rest."""
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["train", "--help"]])
+def test_help_and_version_load_no_command(arguments: list[str]) -> None:
+    """They answer at once: pydantic alone would take longer than all the rest. Only the help of settings
+    needs it."""
     code = """
 import sys
 from invrl.cli.main import main
-main([sys.argv[1]])
-heavy = {"pydantic", "numpy", "ray", "torch", "transformers", "tokenizers", "fastapi", "invrl.cli.flags"}
+main(sys.argv[1:])
+heavy = {"psutil", "ray", "torch", "transformers", "tokenizers", "fastapi", "invrl.cli.commands"}
+if "train" not in sys.argv:
+    heavy |= {"pydantic", "numpy", "invrl.cli.flags"}
 sys.exit(", ".join(heavy & sys.modules.keys()))
 """
-    for flag in ("--help", "--version"):
-        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=False)
-        assert done.stderr.strip() == "", done.stderr
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "", done.stderr
 
 
 def test_the_help_of_train_begins_with_what_a_first_run_sets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
-"""A temporary folder goes with its owner; what a killed one left goes with the next command."""
+"""A temporary folder goes with its owner; what a killed one left goes with the next command. A trainer
+rank, which is always killed, makes none."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,20 @@ folder = TemporaryFolder("engine", parent=Path(sys.argv[1]))
 (folder.path / "socket").touch()
 print(folder.path, flush=True)
 sys.stdin.readline()
+"""
+
+
+RANK = """
+import os
+from invrl.train import device
+
+device.prepare()
+import invrl.train.rank
+
+print(os.listdir(os.environ["TMPDIR"]))
+import wandb
+
+print(wandb.__name__)
 """
 
 
@@ -80,3 +96,13 @@ def test_a_new_folder_that_another_command_takes_for_an_abandoned_one_is_made_ag
 def test_the_parent_is_short_enough_for_sockets(parent: Path) -> None:
     with TemporaryFolder("driver") as folder, TemporaryFolder("engine", parent=folder.path) as inner:
         assert len(f"{inner.path}/tmpabcdefgh.0") < 107
+
+
+def test_the_imports_of_a_trainer_rank_leave_nothing(tmp_path: Path) -> None:
+    """Megatron imports wandb, which makes folders that a killed process leaves. A user's loss still can."""
+    pytest.importorskip("wandb")
+    folders = {"TMPDIR": tmp_path / "tmp", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "kernels"}
+    folders["TMPDIR"].mkdir()
+    environment = os.environ | {name: str(folder) for name, folder in folders.items()}
+    printed = subprocess.check_output([sys.executable, "-c", RANK], env=environment, text=True)
+    assert printed.splitlines() == ["[]", "wandb"]
