@@ -4,11 +4,13 @@ the canary of the next update is asked."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from dying_trainer import EngineAddress, run_trainer_row
+from slow_cases import first_quick
 from torch_trainer import TorchSender
 from torch_updates import CANARY
 from weight_faults import (
@@ -42,6 +44,12 @@ OWN_ENGINE_ROWS = [
 assert all(row in ENGINE_ROWS for row in OWN_ENGINE_ROWS)
 
 
+def one_of_each_transport_quick(rows: Sequence[WeightsRow]) -> list:
+    """All rows are quick on the loader alone, in `unit/test_weight_faults.py`."""
+    first = {row.transport: row for row in reversed(rows)}
+    return [pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow) for row in rows]
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> TorchSender:
     return TorchSender(tiny_model)
@@ -67,7 +75,7 @@ def fleet_of(
     return FaultyFleet(senders[transport], [receiver], canary_prompts=CANARY)
 
 
-@pytest.mark.parametrize("row", WEIGHTS_ROWS, ids=str)
+@pytest.mark.parametrize("row", one_of_each_transport_quick(WEIGHTS_ROWS), ids=str)
 async def test_weights_that_are_wrong(
     row: WeightsRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender]
 ) -> None:
@@ -76,7 +84,7 @@ async def test_weights_that_are_wrong(
     await run_weights_row(row, fleet)
 
 
-@pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
+@pytest.mark.parametrize("row", first_quick(TRAINER_ROWS), ids=str)
 async def test_a_trainer_that_ends(
     row: TrainerRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender], tmp_path: Path
 ) -> None:
@@ -87,6 +95,7 @@ async def test_a_trainer_that_ends(
     await run_trainer_row(row, fleet, address, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OWN_ENGINE_ROWS, ids=str)
 async def test_an_engine_that_ends_or_hangs(
     row: EngineRow,
