@@ -4,7 +4,6 @@ the canary of the next update is asked."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from weight_faults import (
     TrainerRow,
     Transport,
     WeightsRow,
+    quick_by_transport,
     run_engine_row,
     run_weights_row,
     settings_of,
@@ -42,12 +42,6 @@ OWN_ENGINE_ROWS = [
 ]
 """Each starts an engine of its own, so there are few."""
 assert all(row in ENGINE_ROWS for row in OWN_ENGINE_ROWS)
-
-
-def one_of_each_transport_quick(rows: Sequence[WeightsRow]) -> list:
-    """All rows are quick on the loader alone, in `unit/test_weight_faults.py`."""
-    first = {row.transport: row for row in reversed(rows)}
-    return [pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +69,7 @@ def fleet_of(
     return FaultyFleet(senders[transport], [receiver], canary_prompts=CANARY)
 
 
-@pytest.mark.parametrize("row", one_of_each_transport_quick(WEIGHTS_ROWS), ids=str)
+@pytest.mark.parametrize("row", quick_by_transport(WEIGHTS_ROWS), ids=str)
 async def test_weights_that_are_wrong(
     row: WeightsRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender]
 ) -> None:
