@@ -185,7 +185,9 @@ TRAINER_ROWS = [
 ]
 
 
-def quick_by_transport(rows: Sequence[WeightsRow] | Sequence[EngineRow] | Sequence[TrainerRow]) -> list:
+def quick_by_transport(
+    rows: Sequence[WeightsRow] | Sequence[EngineRow] | Sequence[TrainerRow],
+) -> list[pytest.ParameterSet]:
     """The rows as cases of a test; all are slow but the first of each transport."""
     first = {row.transport: row for row in reversed(rows)}
     return [pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow) for row in rows]

@@ -222,7 +222,7 @@ def alone(pool: RankPool, models: Models) -> Alone:
     return record
 
 
-def cases_of_families_and_layouts() -> list:
+def cases_of_families_and_layouts() -> list[pytest.ParameterSet]:
     """One case is quick of each kind of layout, that is of axes that it divides. Families take turns."""
     families_by_kind: dict[str, list[tuple[str, ParallelLayout]]] = {}
     for family, layout in CASES:
