@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slow_cases import first_quick
 from test_run_folder import config
 
 from invrl.host.process import still_running
@@ -212,7 +213,7 @@ say("done")"""
     assert "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead" in err
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("code", first_quick([0, 1]))
 def test_a_driver_that_is_silent_at_its_very_end_has_ended_as_it_told(start: Start, code: int) -> None:
     """The interpreter's end waits for what it has loaded, and its threads do not beat meanwhile."""
     body = f"""
