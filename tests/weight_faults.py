@@ -20,6 +20,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -182,6 +183,15 @@ TRAINER_ROWS = [
     TrainerRow(transport="collective", phase="bucket", holds=None),
     TrainerRow(transport="collective", phase="loaded", holds="new"),
 ]
+
+
+def quick_by_transport(
+    rows: Sequence[WeightsRow] | Sequence[EngineRow] | Sequence[TrainerRow],
+) -> list[pytest.ParameterSet]:
+    """The rows as cases of a test; all are slow but the first of each transport."""
+    first = {row.transport: row for row in reversed(rows)}
+    return [pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow) for row in rows]
+
 
 BUCKET_TIMEOUT_S = 3.0
 STOPPED_DEADLINE_S = 3.0

@@ -12,6 +12,8 @@ from e2e.runs import DEADLINE_S, invrl, run_bench
 from invrl.bench import trainer
 from invrl.bench.ratios import TARGETS, read_history
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> None:

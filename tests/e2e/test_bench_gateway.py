@@ -10,6 +10,8 @@ from bench.gateway import SMOKE, TARGETS
 
 from e2e.runs import DEADLINE_S, run_bench
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:

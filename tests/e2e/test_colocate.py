@@ -10,6 +10,8 @@ from safetensors.numpy import load_file
 
 from e2e.runs import DEADLINE_S, steps_of, train
 
+pytestmark = pytest.mark.slow
+
 EXACT = (
     *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
     *("--sglang-max-running-requests", "1", "--sglang-disable-radix-cache", "--max-staleness", "0"),

@@ -44,6 +44,7 @@ def train_metrics(row: dict[str, float]) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
     learned: Path, saved: int, folder: Path, tmp_path: Path
@@ -96,6 +97,7 @@ def test_a_step_is_made_again_with_every_token_written_out(learned: Path, saved:
     assert not (learned / f"checkpoints/step-{saved + 1:06}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_rollouts_alone_fill_a_folder_that_a_trainer_can_read(folder: Path) -> None:
     run = train(folder, "rollouts", "--debug-rollout-only", "--num-steps", "3")

@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from slow_cases import first_quick
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 500
+STAGES = [["machine", "same_step"], ["machine", "logprobs", "flex", "ipc_bucket"]]
 
 
-def test_cheap_stages_pass_without_a_card(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", first_quick(STAGES), ids=" ".join)
+def test_cheap_stages_pass_without_a_card(tmp_path: Path, stages: list[str]) -> None:
     python_path = f"{ROOT / 'launch' / 'gpu'}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": python_path, "SMOKE": "1", "OMP_NUM_THREADS": "1"}
-    stages = ["machine", "same_step", "logprobs", "flex", "ipc_bucket"]
     command = [sys.executable, "-m", "gpu_check", *stages, "--out", str(tmp_path), "--work", str(tmp_path)]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S

@@ -29,6 +29,7 @@ def test_reward_rises(learned: Path) -> None:
     assert change(learned) > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_flipped_advantages_fall(folder: Path) -> None:
     """Two data-parallel ranks."""
@@ -36,6 +37,7 @@ def test_flipped_advantages_fall(folder: Path) -> None:
     assert change(train(folder, "flipped", *control)) < -0.2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_shuffled_rewards_do_not_rise(folder: Path) -> None:
     """Such a policy walks at random: the changes of four runs were -0.06 to 0.05. What rises by luck does not
@@ -45,6 +47,7 @@ def test_shuffled_rewards_do_not_rise(folder: Path) -> None:
     assert any(change(run) < 0.1 for run in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_off_policy_run_clips_and_learns(folder: Path) -> None:
     """Staleness 1, two optimizer steps per batch, two pipeline stages, two engines: ratios move, some are
@@ -73,6 +76,7 @@ def test_off_policy_run_clips_and_learns(folder: Path) -> None:
     assert not [name for name, tensor in trained.items() if tensor.equal(untrained[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_loss_over_the_likeliest_tokens_learns(folder: Path) -> None:
     """The engine's candidates of each token go through gateway, store and batch to the trainer. The change of

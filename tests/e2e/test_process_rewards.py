@@ -9,6 +9,8 @@ import pytest
 
 from e2e.runs import DEADLINE_S, steps_of, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_an_objective_learns_from_process_rewards_of_tokens(folder: Path) -> None:

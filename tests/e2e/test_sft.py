@@ -114,6 +114,7 @@ def test_the_timeline_has_the_phases_and_the_memory(whole: Path) -> None:
     assert timeline.samples[-1].gateway is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_killed_run_goes_on_bit_for_bit(place: Path, whole: Path) -> None:
     run = place / "runs" / "killed"
@@ -134,6 +135,7 @@ def test_a_killed_run_goes_on_bit_for_bit(place: Path, whole: Path) -> None:
     assert "the run is finished" in invrl(place, "resume", str(run))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_an_interrupted_run_saves_its_weights(place: Path) -> None:
     """Ctrl-C in the terminal."""
@@ -156,6 +158,7 @@ def test_an_interrupted_run_saves_its_weights(place: Path) -> None:
     assert not left
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_run_is_the_first_stage_of_the_next(place: Path, whole: Path) -> None:
     """It begins with the weights that the run before ended with: the held-out loss says so."""
@@ -169,6 +172,7 @@ def test_a_run_is_the_first_stage_of_the_next(place: Path, whole: Path) -> None:
     assert f'model_path = "{whole}/checkpoints/step-000010"' in settled
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objective: str) -> None:

@@ -13,6 +13,8 @@ from wheel import build_wheel
 
 from e2e.runs import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 
 class Installed:
     """invrl's wheel in a folder of its own, with the packages of this environment beside it."""

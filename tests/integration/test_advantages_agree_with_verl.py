@@ -20,6 +20,8 @@ from invrl.algorithms.config import WhitenedOver
 from invrl.algorithms.token_advantages import discounted_returns, gae
 from invrl.algorithms.whitening import whiten_rows
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["verl"]
 SIZES = (4, 2, 7, 3)
 NUM_TOKENS = 24

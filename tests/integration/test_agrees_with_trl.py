@@ -22,6 +22,8 @@ from invrl.algorithms.mismatched_rows import MISMATCHED
 from invrl.algorithms.preferences import CHOSEN, DESIRABLE, KtoObjective, PairObjective
 from invrl.algorithms.row_table import RowTable
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(3)
 NUM_PAIRS = 5
 LONGEST = 9

@@ -19,6 +19,8 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.losses import policy_loss
 
+pytestmark = pytest.mark.slow
+
 ORACLES = Path(__file__).parents[1] / "oracles"
 BOUND = 1e-6
 CALL_S = 300.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import client_programs
 import pytest
 from scripted_agents import calculating, coding
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from token_truth import Reference, stored_turns
 from truth_stack import Stack, real_stack, scripted_stack
@@ -19,7 +20,7 @@ from invrl.engines.fleet import Fleet
 pytestmark = pytest.mark.timeout(1800)  # of which installing the clients may take most
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
 RESULTS = ["156", "56", "99"]
-WHOLE_AND_STREAMED = [[], ["--stream"]]
+STREAMED_AND_WHOLE = [["--stream"], []]
 FORCED = [
     *(
         [program, *flags]
@@ -29,7 +30,7 @@ FORCED = [
             "anthropic_messages.py",
             "openai_agents_sdk.py",
         )
-        for flags in WHOLE_AND_STREAMED
+        for flags in STREAMED_AND_WHOLE
     ),
     ["openai_responses.py", "--previous", "--stream"],
     ["langgraph_agent.py"],
@@ -116,7 +117,7 @@ def talk(stack: Stack, python: Path, tmp_path: Path) -> Talk:
     return Talk(stack, python, tmp_path)
 
 
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_openai_chat(talk: Talk, flags: list[str]):
     seen = await talk.run("openai_chat.py", *flags)
     assert (seen["answers"], seen["results"], seen["models"]) == (ANSWERS, RESULTS, ["scripted"])
@@ -125,8 +126,8 @@ async def test_openai_chat(talk: Talk, flags: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.parametrize("more", [[], ["--previous"]])
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick([[], ["--previous"]]))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_openai_responses(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("openai_responses.py", *flags, *more)
     assert (seen["answers"], seen["results"], seen["status"]) == (ANSWERS, RESULTS, "completed")
@@ -135,14 +136,14 @@ async def test_openai_responses(talk: Talk, flags: list[str], more: list[str]):
     assert (seen["deltas"] >= 5) is bool(flags)  # one in each turn at least
 
 
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_openai_completions(talk: Talk, flags: list[str]):
     seen = await talk.run("openai_completions.py", *flags)
     assert all(seen["answers"])
     assert (talk.one_path, talk.verdict.turns) == (True, 4)
 
 
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_anthropic_messages(talk: Talk, flags: list[str]):
     seen = await talk.run("anthropic_messages.py", *flags)
     assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
@@ -151,8 +152,8 @@ async def test_anthropic_messages(talk: Talk, flags: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.parametrize("more", [[], ["--responses"]])
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick([[], ["--responses"]]))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_a_langgraph_agent(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("langgraph_agent.py", *flags, *more)
     assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
@@ -160,8 +161,8 @@ async def test_a_langgraph_agent(talk: Talk, flags: list[str], more: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.parametrize("more", [[], ["--responses"]])
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick([[], ["--responses"]]))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_an_agent_of_the_openai_agents_sdk(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("openai_agents_sdk.py", *flags, *more)
     assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
@@ -169,8 +170,8 @@ async def test_an_agent_of_the_openai_agents_sdk(talk: Talk, flags: list[str], m
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.parametrize("more", [[], ["--auto"]])
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick([[], ["--auto"]]))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_a_smolagents_agent(talk: Talk, flags: list[str], more: list[str]):
     """It writes its calls into the history as text of its own, so its conversations fork; and it forces its
     calls, so that none of its tokens may be trained unless it is told otherwise."""
@@ -181,8 +182,8 @@ async def test_a_smolagents_agent(talk: Talk, flags: list[str], more: list[str])
     assert talk.summary["outcome"] == ("finished" if more else "failed")
 
 
-@pytest.mark.parametrize("more", [[], ["--messages"]])
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick([[], ["--messages"]]))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("litellm_client.py", *flags, *more)
     assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
@@ -190,8 +191,8 @@ async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.parametrize("more", OPENAI_AND_ANTHROPIC)
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick(OPENAI_AND_ANTHROPIC))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_an_agent_of_pydantic_ai(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("pydantic_ai_agent.py", *flags, *more)
     assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
@@ -200,8 +201,8 @@ async def test_an_agent_of_pydantic_ai(talk: Talk, flags: list[str], more: list[
 
 
 @NPM
-@pytest.mark.parametrize("more", OPENAI_AND_ANTHROPIC)
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("more", first_quick(OPENAI_AND_ANTHROPIC))
+@pytest.mark.parametrize("flags", first_quick(STREAMED_AND_WHOLE))
 async def test_vercels_ai(talk: Talk, stack: Stack, tmp_path: Path, flags: list[str], more: list[str]):
     session = await stack.open()
     seen = (await client_programs.run_vercel_ai(session, *flags, *more, folder=tmp_path)).seen
@@ -259,7 +260,7 @@ async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
     await talk.judged(session, turns=2)
 
 
-@pytest.mark.parametrize("program", FORCED, ids=" ".join)
+@pytest.mark.parametrize("program", first_quick(FORCED), ids=" ".join)
 async def test_forced_calls_of_a_real_engine(real: Stack, python: Path, tmp_path: Path, program: list[str]):
     """The same conversations, where a random model must call: its grammar leaves it three expressions. Its
     answers are cut off: the Agents SDK fails on that in its responses mode."""
@@ -271,6 +272,7 @@ async def test_forced_calls_of_a_real_engine(real: Stack, python: Path, tmp_path
     assert talk.verdict.turns >= 6
 
 
+@pytest.mark.slow
 async def test_smolagents_forces_a_real_engine(real: Stack, python: Path, tmp_path: Path):
     """By itself, in every step but the last resort after four. Which tool is left to the model, and what
     `final_answer` is told may be cut off: then there was no call."""
@@ -282,7 +284,8 @@ async def test_smolagents_forces_a_real_engine(real: Stack, python: Path, tmp_pa
     assert talk.verdict.constrained >= 2
 
 
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", STREAMED_AND_WHOLE)
 async def test_completions_of_a_real_engine(real: Stack, python: Path, tmp_path: Path, flags: list[str]):
     """A reply may hold tokens that its text does not show: its end, or a special token within. What goes
     on from the text leaves such a reply out, and continues the latest one before that shows all of itself."""
@@ -299,6 +302,7 @@ async def test_completions_of_a_real_engine(real: Stack, python: Path, tmp_path:
     assert len(parents) == 4
 
 
+@pytest.mark.slow
 @NPM
 async def test_codex_and_a_real_engine(real: Stack, python: Path, tmp_path: Path):
     """Codex cannot force a call, and fails a reply that is cut off. So the random model may talk until it

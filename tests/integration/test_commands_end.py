@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slow_cases import first_quick
 
 from invrl.host.process import still_running
 
@@ -133,8 +134,8 @@ def wait_for_file(path: Path, command: Command) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["while it starts", "while it serves"])
+@pytest.mark.parametrize("kind", first_quick([signal.SIGKILL, signal.SIGINT]))
+@pytest.mark.parametrize("moment", first_quick(["while it serves", "while it starts"]))
 def test_nothing_of_serve_is_left(start: Start, tiny_model: Path, moment: str, kind: signal.Signals) -> None:
     command = start("serve", "--model-path", str(tiny_model), "--engine-dtype", "float32")
     command.read_until("starting 1 engine")
@@ -145,6 +146,7 @@ def test_nothing_of_serve_is_left(start: Start, tiny_model: Path, moment: str, k
     assert command.end() == (-signal.SIGKILL if kind is signal.SIGKILL else 130)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("victim", ["supervisor", "driver", "raylet"])
 def test_nothing_of_eval_is_left_and_the_cause_is_told(
@@ -171,6 +173,7 @@ def test_nothing_of_eval_is_left_and_the_cause_is_told(
         assert f"Ray's raylet (process {raylet.pid}) was killed by SIGKILL" in command.said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_interrupt_ends_an_evaluation_whose_ray_does_not_start(
     evaluation: Callable[[], Command],

@@ -12,6 +12,7 @@ import torch
 import xgrammar
 from numpy.typing import NDArray
 from rank_pool import RankPool
+from slow_cases import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -107,8 +108,8 @@ def next_kept(tokenizer, ids: Sequence[int], extra: Mapping[str, Json]) -> NDArr
     return _kept_now(_walked(tokenizer, ids, extra)[1])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("schema", "tools"), [(SCHEMA, False), (OPEN, False), (SCHEMA, True)])
+@pytest.mark.parametrize("temperature", first_quick([0.7, 1.0]))
+@pytest.mark.parametrize(("schema", "tools"), first_quick([(SCHEMA, True), (SCHEMA, False), (OPEN, False)]))
 async def test_logprobs_under_a_grammar_are_those_of_the_kept_tokens(
     tiny_fleet: Fleet, tiny_model: Path, temperature: float, schema: str, tools: bool
 ):
@@ -167,7 +168,7 @@ def batch_of(samples: Sequence[TrainSample]) -> TrainBatch:
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", first_quick([0.7, 1.0]))
 async def test_the_trainer_agrees_with_the_engine_under_a_grammar(
     tiny_fleet: Fleet, tiny_model: Path, pool: RankPool, temperature: float
 ):

@@ -13,6 +13,7 @@ import torch
 from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import Arrays, RankPool, Step, Trainer
+from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import (
     Reference,
@@ -161,19 +162,21 @@ def part_of(batch: TrainBatch, whole: TrainBatch, arrays: Sequence[Floats]) -> l
 # ------------------------------------------------------------------ tests
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "one process", "PP"))
 def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     takes_two_exact_steps(pool, model, layout)
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        ("qwen3", ParallelLayout(pipeline=2, virtual_pipeline=2)),
-        ("qwen3_moe", ParallelLayout(data=2, expert=2)),
-        ("qwen3_moe", ParallelLayout(pipeline=2)),
-    ],
-    ids=["interleaved stages", "experts, EP", "experts, PP"],
+    first_quick(
+        [
+            ("qwen3_moe", ParallelLayout(data=2, expert=2)),
+            ("qwen3_moe", ParallelLayout(pipeline=2)),
+            ("qwen3", ParallelLayout(pipeline=2, virtual_pipeline=2)),
+        ]
+    ),
+    ids=["experts, EP", "experts, PP", "interleaved stages"],
 )
 def test_experts_and_interleaved_stages(
     pool: RankPool, tmp_path: Path, family: str, layout: ParallelLayout
@@ -235,7 +238,9 @@ REINFORCE = AlgorithmConfig(
 )
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["one process"], LAYOUTS["DP"]], ids=["one process", "DP"])
+@pytest.mark.parametrize(
+    "layout", first_quick([LAYOUTS["DP"], LAYOUTS["one process"]]), ids=["DP", "one process"]
+)
 def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
@@ -268,8 +273,8 @@ def without_head(gradients: Tensors) -> Tensors:
     return {name: gradient for name, gradient in gradients.items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "TP"))
+@pytest.mark.parametrize("tied", first_quick([False, True]), ids=["untied", "tied"])
 def test_values_are_those_of_the_last_hidden_states(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout, tied: bool
 ) -> None:
@@ -340,7 +345,7 @@ def same(weights: Arrays, others: Arrays) -> bool:
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "sharded"),
-    [(1, "float32", True), (1, "float32", False), (1, "bfloat16", True), (2, "float32", True)],
+    first_quick([(2, "float32", True), (1, "float32", True), (1, "float32", False), (1, "bfloat16", True)]),
 )
 def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
@@ -374,6 +379,7 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
         assert same(resumed.critic_weights(), critic)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_by_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
     trainer = pool.build(model, layout=ParallelLayout(tensor=2), train=EXACT, algorithm=PPO)
     trainer.train(BATCHES[0], steps=2)
@@ -395,7 +401,7 @@ def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, t
         trainer.each("load", str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_a_reward_that_is_not_finite_changes_nothing(pool: RankPool, model: Path, ranks: int) -> None:
     """Of two ranks one has the bad token."""
     trainer = pool.build(model, ranks=ranks, train=EXACT, algorithm=PPO)

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from rank_pool import Arrays, RankPool
+from slow_cases import first_quick
 from test_critic import BATCHES, BOUND, EXACT, PPO
 from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
@@ -120,12 +121,14 @@ def assert_same(found: Arrays, expected: Arrays, *, exactly: bool) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "critic"),
-    [
-        (ParallelLayout(), ParallelLayout()),
-        (ParallelLayout(), ParallelLayout(data=2)),
-        (ParallelLayout(data=2), ParallelLayout()),
-        (ParallelLayout(pipeline=2), ParallelLayout(pipeline=2)),
-    ],
+    first_quick(
+        [
+            (ParallelLayout(), ParallelLayout()),
+            (ParallelLayout(), ParallelLayout(data=2)),
+            (ParallelLayout(data=2), ParallelLayout()),
+            (ParallelLayout(pipeline=2), ParallelLayout(pipeline=2)),
+        ]
+    ),
     ids=["1 and 1", "1 and 2", "2 and 1", "stages"],
 )
 async def test_it_learns_what_a_shared_critic_learns(
@@ -163,6 +166,7 @@ async def test_it_learns_what_a_shared_critic_learns(
     assert_same(loaded.critic_weights(), critic_weights, exactly=exactly)
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_is_loaded_by_other_ranks(pool: RankPool, model: Path, tmp_path: Path) -> None:
     """Written beside training by one rank of the critic, loaded by two; and that of a shared critic."""
     one = ParallelLayout()
@@ -188,6 +192,7 @@ async def test_a_checkpoint_is_loaded_by_other_ranks(pool: RankPool, model: Path
         assert resumed == pytest.approx(uninterrupted, rel=1e-4), folder
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
     pool.build(model, train=EXACT).each("save", str(tmp_path / "saved"))
     async with beside_critic(model, policy=ParallelLayout(), critic=ParallelLayout()) as handle:
@@ -197,6 +202,7 @@ async def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: P
         assert still_running(processes, within_s=60) == []
 
 
+@pytest.mark.slow
 async def test_the_death_of_its_rank_ends_all_and_its_silence_is_named(model: Path) -> None:
     one = ParallelLayout()
     long = random_batch(1, groups=12, rollouts=40, prompt=300)

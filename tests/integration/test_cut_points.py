@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from rank_pool import RankPool, Trainer, take_image
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
@@ -104,7 +105,7 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
     return {"weights": trainer.weights(), **moments}
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
+@pytest.mark.parametrize("beside_training", first_quick([False, True]))
 async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_training: bool
 ) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from slow_cases import first_quick
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
@@ -203,6 +204,7 @@ class NeverLoading:
     is_loading = False
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
     engine: Engine, tmp_path: Path
@@ -264,7 +266,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert any("safetensor" in line["message"].lower() for line in errors), lines
 
 
-@pytest.mark.parametrize("name", ["sglang::scheduler", "sglang::detokenizer"])
+@pytest.mark.parametrize("name", first_quick(["sglang::scheduler", "sglang::detokenizer"]))
 def test_a_process_that_dies_while_the_engine_starts_ends_the_start(
     name: str, tiny_model: Path, tmp_path: Path
 ) -> None:

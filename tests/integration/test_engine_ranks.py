@@ -19,6 +19,8 @@ from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
 from invrl.weights.arena import ArenaHandle
 
+pytestmark = pytest.mark.slow
+
 
 async def test_two_ranks_take_their_slices_and_a_wrong_bit_of_one_rolls_both_back(tmp_path: Path) -> None:
     """515 tokens, so that the vocabulary is padded."""

@@ -31,6 +31,8 @@ from invrl.types import Sampling, WeightVersion
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.transaction import WeightTransaction
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEY = "a-key.of/this+test=0123456789"
 GONE_WITHIN_S = 300.0

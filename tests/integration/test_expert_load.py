@@ -14,6 +14,7 @@ from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import RankPool, Trainer
 from safetensors.torch import load_file
+from slow_cases import first_quick
 from train_reference import Reference, random_batch
 
 from invrl.metrics import resolve
@@ -130,15 +131,17 @@ def test_experts_are_balanced_in_time(pool: RankPool, model: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        ParallelLayout(data=2),
-        ParallelLayout(data=2, expert=2),
-        ParallelLayout(tensor=2),
-        ParallelLayout(context=2),
-        ParallelLayout(pipeline=2),
-        ParallelLayout(pipeline=2, virtual_pipeline=2),
-    ],
-    ids=["dp2", "ep2", "tp2", "cp2", "pp2", "pp2vpp2"],
+    first_quick(
+        [
+            ParallelLayout(data=2, expert=2),
+            ParallelLayout(data=2),
+            ParallelLayout(tensor=2),
+            ParallelLayout(context=2),
+            ParallelLayout(pipeline=2),
+            ParallelLayout(pipeline=2, virtual_pipeline=2),
+        ]
+    ),
+    ids=["ep2", "dp2", "tp2", "cp2", "pp2", "pp2vpp2"],
 )
 def test_every_layout_balances_like_one_process(
     pool: RankPool, model: Path, tmp_path: Path, layout: ParallelLayout
@@ -160,7 +163,7 @@ def test_every_layout_balances_like_one_process(
         )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 def test_a_resumed_bias_goes_on(pool: RankPool, model: Path, tmp_path: Path, dtype: Any) -> None:
     """It is float32 in a model of any dtype. A step that is skipped leaves it alone."""
     train = BALANCED.model_copy(update={"train_dtype": dtype})

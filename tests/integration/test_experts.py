@@ -11,6 +11,7 @@ from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import RankPool, Step, Trainer
 from safetensors.torch import load_file, save_file
+from slow_cases import first_quick
 from train_reference import random_batch, worst
 
 from invrl.train.config import TrainConfig
@@ -67,13 +68,13 @@ def computed(trainer: Trainer) -> tuple[list[NDArray], list[Step]]:
     return logprobs, trainer.steps()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize(
     ("routing", "layout"),
     [
         pytest.param("model", ONE, id="one"),
-        pytest.param("model", TP2_EP2, id="tp2ep2"),
-        pytest.param("one_sided", ONE, id="half of the experts unused"),
+        pytest.param("model", TP2_EP2, id="tp2ep2", marks=pytest.mark.slow),
+        pytest.param("one_sided", ONE, id="half of the experts unused", marks=pytest.mark.slow),
         pytest.param("one_sided", EP2, id="a rank without tokens"),
         pytest.param("not_aligned", ONE, id="not aligned"),
     ],
@@ -97,7 +98,7 @@ def test_together_is_as_one_by_one(
     assert last_expert.any() == (routing != "one_sided")
 
 
-@pytest.mark.parametrize("layout", [ONE, EP2], ids=["one", "ep2"])
+@pytest.mark.parametrize("layout", first_quick([EP2, ONE]), ids=["ep2", "one"])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_the_distributed_optimizer_s_weights_are_not_copied(
     pool: RankPool, model: Path, layout: ParallelLayout, sharded: bool

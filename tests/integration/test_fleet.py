@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from msgspec import structs
+from slow_cases import first_quick
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
@@ -184,7 +185,7 @@ async def test_a_rolling_update_pauses_one_engine_at_a_time(
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("process", ["scheduler", "detokenizer", "server"])
+@pytest.mark.parametrize("process", first_quick(["scheduler", "detokenizer", "server"]))
 async def test_a_stopped_process_is_found_named_and_replaced(pair: Parts, process: str) -> None:
     """SIGSTOP: it is alive, and answers nothing. Its engine leaves after the stated time."""
     fleet, _, _ = pair
@@ -205,6 +206,7 @@ async def test_a_stopped_process_is_found_named_and_replaced(pair: Parts, proces
     assert await asyncio.to_thread(still_running, tree, within_s=60) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
     pair: Parts,
@@ -222,6 +224,7 @@ async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
     await comes_back(fleet, hung)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_a_stopped_router_is_replaced_at_its_address(
     pair: Parts,

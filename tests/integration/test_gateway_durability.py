@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
+from slow_cases import first_quick
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
@@ -212,7 +213,7 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
     assert still_running(left, within_s=60) == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick([True, False]))
 async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_client_gets(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ):

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
+from slow_cases import first_quick
 from test_gateway_durability import (
     GROUP,
     TURNS,
@@ -46,7 +47,7 @@ async def talk(
         await check_exact(agent, engine, store, encode)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", first_quick([0, 1]))
 async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ):

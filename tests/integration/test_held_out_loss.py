@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from test_objectives import BOUND, EXACT, LAYOUTS, ExactEverything, batch_with_numbers
 from tiny_model import make_tiny_model
 from train_reference import Reference, random_batch, worst
@@ -30,7 +31,7 @@ def mean_loss(model: Reference, batch: TrainBatch) -> float:
     return float(-np.concatenate([logprobs.numpy() for logprobs in model.frozen_logprobs(samples)]).mean())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 def test_an_evaluation_measures_and_changes_nothing(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
@@ -55,7 +56,9 @@ def test_an_evaluation_measures_and_changes_nothing(
         assert np.array_equal(weight, weights[1][name]), name
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["one process"], LAYOUTS["DP"]], ids=["one process", "DP"])
+@pytest.mark.parametrize(
+    "layout", first_quick([LAYOUTS["one process"], LAYOUTS["DP"]]), ids=["one process", "DP"]
+)
 def test_the_gradient_of_the_supervised_loss(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)
     batch = random_batch(3)

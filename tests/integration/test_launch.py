@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slow_cases import first_quick
 
 from invrl.host.process import still_running
 
@@ -180,7 +181,7 @@ def started(file: Path, count: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("end", ["exit 0", "exit 3"])
+@pytest.mark.parametrize("end", first_quick(["exit 0", "exit 3"]))
 def test_run_contained_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     both = f"until [ $(wc -l < {pids}) = 2 ]; do sleep 0.05; done"
@@ -218,7 +219,7 @@ time.sleep(0.3)
     assert (out, process.returncode) == ("got it\n", 0)
 
 
-@pytest.mark.parametrize("victim", ["the calling shell", "run_contained itself"])
+@pytest.mark.parametrize("victim", first_quick(["the calling shell", "run_contained itself"]))
 def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     inner = f"{ORPHAN.format(pids=pids)}\necho $$ >> {pids}; sleep 1002 & echo $! >> {pids}; wait"

@@ -3,6 +3,8 @@ optimizer's state, the weights that engines get, and checkpoints."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +17,7 @@ from family_models import CONFIGS, make_family_model
 from numpy.typing import NDArray
 from rank_pool import Arrays, RankPool, Step, Trainer
 from safetensors.torch import load_file, save_file
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, relative, worst
 
@@ -219,9 +222,25 @@ def alone(pool: RankPool, models: Models) -> Alone:
     return record
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), CASES, ids=[f"{family}-{title(layout)}" for family, layout in CASES]
-)
+def cases_of_families_and_layouts() -> list[pytest.ParameterSet]:
+    """One case is quick of each kind of layout, that is of axes that it divides. Families take turns."""
+    families_by_kind: dict[str, list[tuple[str, ParallelLayout]]] = {}
+    for family, layout in CASES:
+        kind = re.sub(r"\d", "", title(layout))
+        families_by_kind.setdefault(kind, []).append((family, layout))
+    turns: Counter[str] = Counter()
+    quick: list[tuple[str, ParallelLayout]] = []
+    for cases_of_kind in families_by_kind.values():
+        chosen = min(cases_of_kind, key=lambda case: turns[case[0]])
+        turns[chosen[0]] += 1
+        quick.append(chosen)
+    return [
+        pytest.param(*case, id=f"{case[0]}-{title(case[1])}", marks=() if case in quick else pytest.mark.slow)
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("family", "layout"), cases_of_families_and_layouts())
 def test_a_layout_takes_the_steps_of_one_process(
     pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: str, layout: ParallelLayout
 ) -> None:
@@ -250,11 +269,13 @@ def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
 
 @pytest.mark.parametrize(
     ("family", "layout", "sharded"),
-    [
-        ("qwen3", PP2_VPP2_DP2, True),
-        ("qwen3", TP2_DP2, False),
-        ("qwen3_moe", EP2_CP2_DP2, True),
-    ],
+    first_quick(
+        [
+            ("qwen3", PP2_VPP2_DP2, True),
+            ("qwen3", TP2_DP2, False),
+            ("qwen3_moe", EP2_CP2_DP2, True),
+        ]
+    ),
     ids=lambda value: title(value) if isinstance(value, ParallelLayout) else str(value),
 )
 def test_gradients_may_be_reduced_beside_the_backward_pass(
@@ -293,18 +314,20 @@ def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models)
 
 @pytest.mark.parametrize(
     ("family", "layout", "sharded"),
-    [
-        ("qwen2", TP2, True),
-        ("qwen2", TP2_DP2, True),
-        ("qwen2", TP2_DP2, False),
-        ("qwen2", TP2_PP2, True),
-        ("qwen2", PP2_VPP2, True),
-        ("qwen2", PP2_DP2, False),
-        ("qwen3_moe", EP2_OF_DP4, True),
-        ("qwen3_moe", EP2_OF_DP4, False),
-        ("qwen3_moe", TP2_EP2_DP2, True),
-        ("qwen3_moe", TP2, False),
-    ],
+    first_quick(
+        [
+            ("qwen3_moe", TP2_EP2_DP2, True),
+            ("qwen2", TP2, True),
+            ("qwen2", TP2_DP2, True),
+            ("qwen2", TP2_DP2, False),
+            ("qwen2", TP2_PP2, True),
+            ("qwen2", PP2_VPP2, True),
+            ("qwen2", PP2_DP2, False),
+            ("qwen3_moe", EP2_OF_DP4, True),
+            ("qwen3_moe", EP2_OF_DP4, False),
+            ("qwen3_moe", TP2, False),
+        ]
+    ),
     ids=case_title,
 )
 def test_equal_gradients_give_equal_updates(
@@ -340,7 +363,7 @@ def apply_all(trainer: Trainer, gradients: list[Path]) -> tuple[list[float], lis
     return norms, [trainer.weights(), *moments]
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=title)
+@pytest.mark.parametrize("layout", first_quick([PP2, TP2]), ids=title)
 def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
     pool: RankPool, models: Models, layout: ParallelLayout
 ) -> None:
@@ -382,6 +405,7 @@ def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models,
         check_same_steps(trainer.steps(), alone("qwen3", 2).steps[:2])
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
     trainer = pool.build(
         models("qwen3", 2), layout=TP2_DP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
@@ -393,7 +417,7 @@ def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone:
         check_same_steps(trainer.steps(), alone("qwen3", 2).steps[:2])
 
 
-@pytest.mark.parametrize("layout", [TP2, EP2_OF_DP4], ids=title)
+@pytest.mark.parametrize("layout", first_quick([EP2_OF_DP4, TP2]), ids=title)
 def test_experts_whose_gradients_are_not_reduced_are_found(
     pool: RankPool, models: Models, alone: Alone, layout: ParallelLayout
 ) -> None:
@@ -420,24 +444,26 @@ def test_a_replica_without_rows_computes_the_tokens_of_others(
 
 @pytest.mark.parametrize(
     ("family", "saving", "loading", "sharded"),
-    [
-        ("qwen2", TP2, TP2, True),
-        ("qwen2", TP2, TP2, False),
-        ("qwen2", TP2, DP2, True),
-        ("qwen2", ONE, TP2_DP2, True),
-        ("qwen2", TP2_DP2, ONE, False),
-        ("qwen2", PP2_VPP2, PP2_VPP2, True),
-        ("qwen2", PP3_FIRST2, TP4, True),
-        ("qwen2", TP2_PP2, PP2_DP2, True),
-        ("qwen2", ONE, PP2_VPP2, False),
-        ("qwen2", CP2, CP2, True),
-        ("qwen2", CP2, PP2_DP2, True),
-        ("qwen3_moe", EP2, EP2, True),
-        ("qwen3_moe", DP2, EP2, True),
-        ("qwen3_moe", EP2, ONE, True),
-        ("qwen3_moe", EP2_OF_DP4, TP2_EP2, True),
-        ("qwen3_moe", TP2, EP4, False),
-    ],
+    first_quick(
+        [
+            ("qwen2", TP2_PP2, PP2_DP2, True),
+            ("qwen2", TP2, TP2, True),
+            ("qwen2", TP2, TP2, False),
+            ("qwen2", TP2, DP2, True),
+            ("qwen2", ONE, TP2_DP2, True),
+            ("qwen2", TP2_DP2, ONE, False),
+            ("qwen2", PP2_VPP2, PP2_VPP2, True),
+            ("qwen2", PP3_FIRST2, TP4, True),
+            ("qwen2", ONE, PP2_VPP2, False),
+            ("qwen2", CP2, CP2, True),
+            ("qwen2", CP2, PP2_DP2, True),
+            ("qwen3_moe", EP2, EP2, True),
+            ("qwen3_moe", DP2, EP2, True),
+            ("qwen3_moe", EP2, ONE, True),
+            ("qwen3_moe", EP2_OF_DP4, TP2_EP2, True),
+            ("qwen3_moe", TP2, EP4, False),
+        ]
+    ),
     ids=case_title,
 )
 def test_a_checkpoint_is_loaded_by_any_layout(
@@ -463,6 +489,7 @@ def test_a_checkpoint_is_loaded_by_any_layout(
     assert gap < (BOUND if saving != loading else 1e-12), name
 
 
+@pytest.mark.slow
 def test_collecting_experts_takes_the_memory_of_a_bucket(pool: RankPool, tmp_path: Path) -> None:
     model = make_family_model(
         tmp_path / "model", "qwen3_moe", num_experts=32, moe_intermediate_size=512, num_hidden_layers=4
@@ -476,7 +503,7 @@ def test_collecting_experts_takes_the_memory_of_a_bucket(pool: RankPool, tmp_pat
     assert max(grown) < size / 4
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=title)
+@pytest.mark.parametrize("layout", first_quick([TP2, PP2]), ids=title)
 def test_collecting_weights_takes_the_memory_of_a_bucket(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout
 ) -> None:

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from invrl.host.process import still_running
+
+pytestmark = pytest.mark.slow
 
 USER_CODE = """
 async def rollout(task, endpoint):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
@@ -101,7 +102,7 @@ class ExactLengths(Reference):
         return gradients, float(power.grad)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 def test_weights_and_exponent_equal_float64_in_every_layout(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
@@ -161,7 +162,7 @@ def test_it_is_not_moved_by_a_step_that_is_left_out(pool: RankPool, model: Path)
         assert trainer.each("length_lambda") == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["DP", "PP"])
+@pytest.mark.parametrize("name", first_quick(["DP", "PP"]))
 def test_it_is_saved_and_loaded_to_the_bit(pool: RankPool, model: Path, tmp_path: Path, name: str) -> None:
     """A trainer that loads the checkpoint goes on as the one that saved it."""
     trainer = pool.build(model, layout=LAYOUTS[name], train=EXACT, algorithm=LEARNED)

@@ -10,6 +10,7 @@ import pytest
 from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import RankPool
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
@@ -58,7 +59,7 @@ def saved_and_estimated(
     return list(measured[1] - measured[0]), estimated
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
 def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
     [saved], estimated = saved_and_estimated(pool, tmp_path, family, dtype)
@@ -67,11 +68,13 @@ def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family:
 
 @pytest.mark.parametrize(
     ("layout", "megatron"),
-    [
-        (ParallelLayout(tensor=2), {}),
-        (ParallelLayout(context=2), {}),
-        (ParallelLayout(), {"recompute_granularity": "selective", "recompute_modules": "core_attn"}),
-    ],
+    first_quick(
+        [
+            (ParallelLayout(tensor=2), {}),
+            (ParallelLayout(context=2), {}),
+            (ParallelLayout(), {"recompute_granularity": "selective", "recompute_modules": "core_attn"}),
+        ]
+    ),
     ids=["tensor", "context", "recomputed"],
 )
 def test_latent_attention_saves_what_is_estimated(

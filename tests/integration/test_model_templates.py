@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_templates import MODELS, model_folder
+from slow_cases import first_quick
 
 from invrl.cli.main import main
 from invrl.errors import SessionError
@@ -45,7 +46,7 @@ def others(name: str, *, keep: bool = True) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", first_quick([True, False]))
 def test_what_goes_on_exactly_with_each_template(keep: bool):
     assert others("qwen2.5", keep=keep) == others("smollm2", keep=keep) == {}
     assert others("llama3.2", keep=keep) == {"refused": {"parallel calls", "parallel calls in turn"}}
@@ -183,7 +184,7 @@ def turn(name: str, context: Sequence[int], sampled: Sequence[int]) -> Turn:
     return Turn(id=name, **arrays, **empty, **times, **ends)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first_quick(MODELS))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), tools=st.booleans(), thinking=st.sampled_from([None, True, False]))
 def test_random_conversations_go_on_exactly_or_fork(name: str, data: st.DataObject, tools: bool, thinking):

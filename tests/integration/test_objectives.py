@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
@@ -81,7 +82,7 @@ class ExactEverything(Reference):
         return self.gradients_of(loss)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 def test_an_objective_reads_columns_numbers_entropies_and_other_rows(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
@@ -126,7 +127,7 @@ class ExactSequences(ExactEverything):
         return self.gradients_of(loss)
 
 
-@pytest.mark.parametrize("name", ["one process", "DP", "CP"])
+@pytest.mark.parametrize("name", first_quick(["CP", "DP", "one process"]))
 def test_a_ratio_of_whole_rows_is_the_same_however_rows_are_divided(
     pool: RankPool, model: Path, name: str
 ) -> None:
@@ -181,11 +182,13 @@ def test_an_interpolated_old_policy_knows_how_old_each_token_is(pool: RankPool, 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("of_wrong_shape", r"its loss is a tensor of shape \[\d+\], not a scalar"),
-        ("without_gradient", "it has no gradient"),
-        ("a_number", "it returned float, not LossOutputs"),
-    ],
+    first_quick(
+        [
+            ("of_wrong_shape", r"its loss is a tensor of shape \[\d+\], not a scalar"),
+            ("without_gradient", "it has no gradient"),
+            ("a_number", "it returned float, not LossOutputs"),
+        ]
+    ),
 )
 def test_a_loss_that_cannot_be_trained_is_named(pool: RankPool, model: Path, name: str, reason: str) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=f"user_objectives:{name}"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
@@ -107,7 +108,7 @@ def batch_for(name: str) -> TrainBatch:
     return with_mismatched_rows(rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}]), max_tokens=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_two_optimizer_steps(pool: RankPool, model: Path, name: str, layout: ParallelLayout) -> None:
     algorithm = AlgorithmConfig(objective=name, preference_beta=BETA)
@@ -129,7 +130,7 @@ def test_two_optimizer_steps(pool: RankPool, model: Path, name: str, layout: Par
         assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", first_quick(["sft", "dpo"]))
 def test_the_loss_of_its_rows_falls(pool: RankPool, model: Path, name: str) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=name))
     batch = batch_for(name)

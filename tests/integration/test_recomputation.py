@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from family_models import make_family_model
 from rank_pool import Arrays, RankPool
+from slow_cases import named_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
@@ -50,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named_quick(CASES.keys(), "gemma3_text"))
 def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path, name: str) -> None:
     """The gather of keys and values, windows, norms after attention and MLP, and the exchange of tokens
     between ranks with different experts included."""
@@ -81,6 +82,7 @@ def gradients(pool: RankPool, model: Path, layout: ParallelLayout, megatron: Opt
     return step.gradients
 
 
+@pytest.mark.slow
 def test_recomputation_takes_less_memory(pool: RankPool, tmp_path: Path) -> None:
     """Of 16 layers, full recomputation keeps the input of each, and one layer whole."""
     model = make_tiny_model(tmp_path / "model", layers=16, hidden=64)

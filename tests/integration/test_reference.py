@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from family_models import make_family_model
 from rank_pool import RankPool, Trainer
+from slow_cases import first_quick, named_quick
 from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -87,7 +88,8 @@ def train_checked(trainer: Trainer, policy: Path, other: Path) -> dict[str, floa
 
 
 @pytest.mark.parametrize(
-    ("family", "placement"), [("llama", "cpu"), ("llama", "device"), ("glm4_moe", "cpu_by_layer")]
+    ("family", "placement"),
+    first_quick([("glm4_moe", "cpu_by_layer"), ("llama", "cpu"), ("llama", "device")]),
 )
 def test_weights_of_another_folder_are_the_reference(
     pool: RankPool, tmp_path: Path, family: str, placement: str
@@ -101,7 +103,7 @@ def test_weights_of_another_folder_are_the_reference(
     assert metrics["kl_reference"] > 0.1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "pp2"))
 def test_every_layout_has_its_parts_of_the_reference(
     pool: RankPool, policy: Path, other: Path, layout: ParallelLayout
 ) -> None:
@@ -132,7 +134,7 @@ def test_the_reference_stays_what_it_was_and_a_failure_leaves_the_trained_weight
         assert all(np.array_equal(weight, trained[name]) for name, weight in trainer.weights().items())
 
 
-@pytest.mark.parametrize("name", ["one", "tp2", "pp2vpp2"])
+@pytest.mark.parametrize("name", first_quick(["tp2", "one", "pp2vpp2"]))
 def test_a_reference_that_moves_is_saved_and_loaded(
     pool: RankPool, policy: Path, tmp_path: Path, name: str
 ) -> None:
@@ -198,14 +200,16 @@ def test_a_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, t
 
 @pytest.mark.parametrize(
     ("fields", "steps", "has_old", "has_reference"),
-    [
-        ({}, 1, False, False),
-        ({}, 2, True, False),
-        ({"old_logprobs": "engine"}, 2, False, False),
-        ({"kl_coef": 0.1}, 1, False, True),
-        ({"kl_coef": 0.1}, 2, True, True),
-    ],
-    ids=["one_step", "two_steps", "engine", "kl", "two_steps_and_kl"],
+    first_quick(
+        [
+            ({"kl_coef": 0.1}, 2, True, True),
+            ({"kl_coef": 0.1}, 1, False, True),
+            ({}, 1, False, False),
+            ({}, 2, True, False),
+            ({"old_logprobs": "engine"}, 2, False, False),
+        ]
+    ),
+    ids=["two_steps_and_kl", "kl", "one_step", "two_steps", "engine"],
 )
 def test_no_forward_pass_is_made_that_the_objective_does_not_need(
     pool: RankPool, policy: Path, fields: dict[str, object], steps: int, has_old: bool, has_reference: bool
@@ -223,6 +227,7 @@ def test_no_forward_pass_is_made_that_the_objective_does_not_need(
     assert trainer.call("forward_passes", [tuple(parts)]) == [expected]
 
 
+@pytest.mark.slow
 def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path: Path) -> None:
     """Under float32 training it takes half the memory of the weights, and computes the same."""
     model = make_family_model(
@@ -247,6 +252,7 @@ def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path
     assert divergence["cpu"] == divergence["cpu_by_layer"] > 0
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
     """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
     algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})
@@ -270,7 +276,9 @@ def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path)
     assert max(largest) <= settings().lr * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(data=2)], ids=["one", "dp2"])
+@pytest.mark.parametrize(
+    "layout", first_quick([ParallelLayout(data=2), ParallelLayout()]), ids=["dp2", "one"]
+)
 def test_the_kl_of_whole_rollouts_is_in_the_rewards_that_are_compared(
     pool: RankPool, even: Path, other: Path, layout: ParallelLayout
 ) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
 from invrl.buffer.buffer_actor import BufferActor
@@ -279,7 +280,7 @@ async def test_what_a_rollout_started_ends_with_its_worker(stack: Stack, tmp_pat
 
 @pytest.mark.parametrize(
     ("does", "gigabytes", "reason"),
-    [("leak", 1.1, FailureReason.MEMORY), ("leak and block", 1.5, FailureReason.WORKER_DIED)],
+    first_quick([("leak", 1.1, FailureReason.MEMORY), ("leak and block", 1.5, FailureReason.WORKER_DIED)]),
 )
 async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
     stack: Stack, does: str, gigabytes: float, reason: FailureReason
@@ -348,6 +349,7 @@ async def test_what_a_worker_printed_before_it_died_is_kept_and_one_that_said_no
     assert all("before the end\n" in text for text in printed.values())
 
 
+@pytest.mark.slow
 async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
     hangs = tasks_that("hang")
     async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=12.0) as (handle, buffer):
@@ -363,7 +365,7 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
     assert {outcome.reason for outcome in own_ends(ended)} == {FailureReason.TIMEOUT}
 
 
-@pytest.mark.parametrize("function", ["rollout", "sync_rollout"])
+@pytest.mark.parametrize("function", first_quick(["rollout", "sync_rollout"]))
 async def test_rollouts_of_a_dropped_group_are_cancelled_and_their_slots_are_free(
     stack: Stack, tmp_path: Path, function: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from family_models import make_family_model
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from train_reference import Arrays, Reference, random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -144,7 +145,7 @@ def sigmoid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("replay", ["none", "trainer"])
+@pytest.mark.parametrize("replay", first_quick(["none", "trainer"]))
 def test_an_update_weighs_tokens_by_how_far_routers_have_moved(
     pool: RankPool, model: Path, replay: str
 ) -> None:
@@ -246,7 +247,7 @@ def alone(pool: RankPool, model: Path) -> Updates:
     return updates(pool, model, ParallelLayout(), {})
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", named_quick(LAYOUTS.keys(), "tp2 ep2"))
 def test_every_layout_weighs_as_one_process_does(
     pool: RankPool, model: Path, alone: Updates, name: str
 ) -> None:

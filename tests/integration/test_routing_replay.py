@@ -14,6 +14,7 @@ import torch
 from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import RankPool
+from slow_cases import first_quick, named_quick
 from train_reference import Arrays, Reference, random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -247,8 +248,8 @@ def alone(pool: RankPool, model: Path) -> dict[str, Updates]:
     return {replay: updates(pool, model, replay, ParallelLayout(), {}) for replay in ("trainer", "engine")}
 
 
-@pytest.mark.parametrize("replay", ["trainer", "engine"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("replay", first_quick(["engine", "trainer"]))
+@pytest.mark.parametrize("name", named_quick(LAYOUTS.keys(), "pp2 ep2"))
 def test_every_layout_replays_what_one_process_does(
     pool: RankPool, model: Path, alone: dict[str, Updates], name: str, replay: str
 ) -> None:

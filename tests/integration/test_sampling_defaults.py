@@ -16,6 +16,8 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.types import Sampling
 
+pytestmark = pytest.mark.slow
+
 PREFERENCES = {"top_k": 1, "frequency_penalty": 1.5, "stop_token_ids": list(range(0, 512, 3)), "min_p": 0.9}
 PROMPT = [1, 30, 40]
 TRIES = 6

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import openai
+import pytest
 from test_gateway import ENV_KEY, settings_for
 
 from invrl.engines.config import EngineConfig
@@ -19,6 +20,8 @@ from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.store.run_store import RunStore
 from invrl.types import Session
+
+pytestmark = pytest.mark.slow
 
 QUESTIONS = ("What is 12*13?", "Sure? Explain.", "And in words?")
 ALONE = {"disable-radix-cache": "true", "max-running-requests": "1"}

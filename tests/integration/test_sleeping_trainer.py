@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_pool import Arrays, RankPool, Trainer
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, rewarded_batch
 
@@ -19,9 +20,9 @@ BATCHES = (random_batch(0), random_batch(1, groups=1, rollouts=1), random_batch(
 PROMPTS = [[1, 2, 3, 400, 17], [9, 8, 7]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = pytest.mark.parametrize(
-    "sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"]
+    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
 )
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def learnt(trainer: Trainer) -> list[Arrays]:
     return [trainer.weights(), *(trainer.optimizer_state(name) for name in MOMENTS)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 @OPTIMIZERS
 @DTYPES
 def test_it_learns_the_same_as_one_that_never_sleeps(
@@ -98,7 +99,7 @@ def test_gradients_have_no_memory_and_the_rest_of_the_optimizer_moves(
         assert trainer.each("gradient_bytes") == [gradient_bytes]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 @OPTIMIZERS
 @DTYPES
 def test_a_checkpoint_saved_asleep_resumes_as_if_nothing_had_happened(
@@ -128,6 +129,7 @@ def test_a_checkpoint_saved_asleep_resumes_as_if_nothing_had_happened(
             assert_equal(arrays, others)
 
 
+@pytest.mark.slow
 def test_a_critic_on_the_same_ranks_sleeps_too(pool: RankPool, model: Path) -> None:
     train = settings(sharded=True, dtype="bfloat16")
     algorithm = AlgorithmConfig(advantage="gae")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_pool import RankPool
+from slow_cases import named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, random_batch, worst
 
@@ -48,7 +49,7 @@ def with_gaps(batch: TrainBatch, teacher: Reference, old: Reference) -> TrainBat
     return replace(batch, advantages=tuple(advantages))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 def test_two_optimizer_steps(pool: RankPool, model: Path, teacher: Path, layout: ParallelLayout) -> None:
     """With a reference beside the teacher: the initial model. Rewards do not matter."""
     trainer = pool.build(model, teacher=teacher, layout=layout, train=EXACT, algorithm=DISTILLATION)

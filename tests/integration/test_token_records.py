@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rank_pool import RankPool, Trainer
+from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
@@ -73,9 +74,9 @@ def recorded(trainer: Trainer, batch: TrainBatch, *, steps: int) -> tuple[Arrays
     return logprobs, advantages
 
 
-@pytest.mark.parametrize("share_prefixes", [True, False], ids=["shared prefixes", "whole rows"])
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("share_prefixes", first_quick([True, False]), ids=["shared prefixes", "whole rows"])
+@pytest.mark.parametrize("steps", first_quick([3, 1]))
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS.keys(), "CP", "TP and PP"))
 def test_a_step_records_the_policy_before_it(
     layout: str, steps: int, share_prefixes: bool, pool: RankPool, model: Path
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_step_records_the_policy_before_it(
     assert max(np.abs(a - b).max() for a, b in zip(after, before, strict=True) if len(a)) > 1e-3
 
 
-@pytest.mark.parametrize("layout", ["one process", "DP", "PP"])
+@pytest.mark.parametrize("layout", first_quick(["PP", "DP", "one process"]))
 def test_the_critics_advantages_are_recorded(layout: str, pool: RankPool, model: Path) -> None:
     algorithm = AlgorithmConfig(advantage="gae", num_minibatches=2)
     of_layout = recorded_by_critic(pool, model, algorithm, LAYOUTS[layout])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
+from slow_cases import named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
@@ -167,7 +168,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", named_quick(LAYOUTS.keys(), "TP"))
 def test_equals_float64_in_every_layout(pool: RankPool, model: Path, layout: str, loss: str) -> None:
     """Two optimizer steps. Rows share prefixes, and some have fewer candidates, or none."""
     algorithm = LOSSES[loss]

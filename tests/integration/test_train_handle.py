@@ -16,6 +16,7 @@ import torch
 from family_models import make_family_model
 from rank_pool import RankPool
 from safetensors.torch import load_file
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
@@ -100,7 +101,9 @@ def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[T
 
 @pytest.mark.parametrize(
     "layout",
-    [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2, expert=2)],
+    first_quick(
+        [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2, expert=2)]
+    ),
     ids=["data", "tensor", "pipeline", "expert"],
 )
 async def test_two_ranks_train_and_the_death_of_one_is_an_error(

@@ -12,6 +12,7 @@ import torch
 from family_models import CONFIGS, make_family_model
 from rank_pool import RankPool
 from safetensors.torch import load_file
+from slow_cases import first_quick, named_quick
 from tiny_model import CHAT_TEMPLATE, PAD_ID, make_tiny_model
 from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,7 +36,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [*drawn, drawn[0] + drawn[1], drawn[0] + drawn[2], drawn[0][:2], drawn[3], drawn[0] + drawn[1]]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", first_quick([False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: str, tied: bool) -> None:
     """Two optimizer steps of several micro-batches each, with everything in the loss: clip, correction,
@@ -110,7 +111,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize(
     "scaling",
-    [LLAMA3, YARN, {"rope_type": "linear", "factor": 3.0}],
+    first_quick([YARN, LLAMA3, {"rope_type": "linear", "factor": 3.0}]),
     ids=lambda scaling: scaling["rope_type"],
 )
 def test_scaled_rotary_positions(pool: RankPool, tmp_path: Path, scaling: dict[str, Any]) -> None:
@@ -150,7 +151,7 @@ def test_the_padding_s_row_has_a_gradient(pool: RankPool, tmp_path: Path) -> Non
         assert relative(step.gradients[name][PAD_ID], expected[name][PAD_ID]) < BOUND
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
     """Byte for byte: the Hugging Face folder, and what engines are sent."""
@@ -168,7 +169,7 @@ def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str
     assert not any(info.values()), info
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", named_quick(CONFIGS.keys(), "gemma3_text", "glm4_moe"))
 def test_a_checkpoint_comes_back(pool: RankPool, tmp_path: Path, family: str) -> None:
     """Weights and optimizer: the next step after loading is that of the trainer which saved."""
     model = make_family_model(tmp_path / "model", family)
@@ -198,7 +199,7 @@ def check_first_gradient(pool: RankPool, model: Path) -> None:
     assert gap < BOUND, name
 
 
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", first_quick([True, False]))
 def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, normalized: bool) -> None:
     """Divided by their sum or not, as config.json says."""
     model = make_family_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=normalized)
@@ -225,8 +226,8 @@ def test_a_saved_model_has_the_template_that_it_was_trained_with(
     assert chat_template_source(str(model)) == CHAT_TEMPLATE, "the source is left alone"
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("max_tokens", [4096, 40])
+@pytest.mark.parametrize("share", first_quick([True, False]))
+@pytest.mark.parametrize("max_tokens", first_quick([40, 4096]))
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_each_row_is_as_if_it_were_alone(
     pool: RankPool, tmp_path: Path, family: str, share: bool, max_tokens: int

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_pool import Arrays, RankPool, Trainer
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
@@ -67,7 +68,9 @@ def alone(pool: RankPool, model: Path) -> tuple[list[dict[str, float]], Arrays]:
     return train_all(trainer), trainer.weights()
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize(
+    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
+)
 def test_two_ranks_take_the_steps_of_one(
     pool: RankPool, model: Path, alone: tuple[list[dict[str, float]], Arrays], sharded: bool
 ) -> None:
@@ -92,8 +95,10 @@ def test_the_distributed_optimizer_changes_nothing(
     assert gap < 1e-6, name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
+@pytest.mark.parametrize(
+    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
+)
 def test_a_checkpoint_resumes_as_if_nothing_had_happened(
     pool: RankPool, model: Path, tmp_path: Path, sharded: bool, dtype: str
 ) -> None:
@@ -113,7 +118,7 @@ def test_a_checkpoint_resumes_as_if_nothing_had_happened(
         assert repeated["lr"] == numbers["lr"]
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("style", first_quick(["cosine", "linear", "constant"]))
 def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, style: str) -> None:
     """Linear warm-up over 2 steps, the first of them above 0; then from lr to lr_min at step 6, and no
     further (cosine: SGDR, arXiv 1608.03983, equation 5)."""
@@ -154,7 +159,7 @@ def groups_of(batch: TrainBatch) -> list[str]:
     return list(dict.fromkeys(sample.group_id for sample in batch.samples))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_a_batch_without_signal_is_as_if_it_had_never_been(pool: RankPool, model: Path, ranks: int) -> None:
     """Adam's momentum and weight decay would move the weights under a gradient of 0, and the schedule would
     go on."""
@@ -195,7 +200,7 @@ def test_advantages_of_zero_with_a_kl_term_make_a_step(pool: RankPool, model: Pa
     assert numbers["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("saving", "loading"), first_quick([(1, 2), (2, 1)]))
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks(
     pool: RankPool, model: Path, tmp_path: Path, saving: int, loading: int
 ) -> None:
@@ -225,7 +230,7 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Pa
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     """Megatron's own saver copies the optimizer's state two or three times, and forks its writers. A copy to
     write beside training takes what the estimate says, on one rank."""
@@ -247,7 +252,8 @@ def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "sharded"), [(1, "float32", True), (1, "bfloat16", False), (2, "float32", True)]
+    ("ranks", "dtype", "sharded"),
+    first_quick([(2, "float32", True), (1, "float32", True), (1, "bfloat16", False)]),
 )
 def test_a_checkpoint_written_beside_training_is_of_the_step_it_was_copied_in(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
@@ -278,7 +284,7 @@ def test_a_checkpoint_written_beside_training_is_of_the_step_it_was_copied_in(
         resumed.call("copy", folders)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_checksums_of_what_was_written_are_those_of_the_files(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -322,7 +328,7 @@ def test_steps_too_small_for_bf16_add_up(pool: RankPool, model: Path) -> None:
     assert (norms() != before).mean() > 0.5
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+@pytest.mark.parametrize(("ranks", "dtype"), first_quick([(2, "float32"), (1, "float32"), (1, "bfloat16")]))
 def test_ten_steps_repeat_bit_for_bit(pool: RankPool, model: Path, ranks: int, dtype: str) -> None:
     """From two builds of the same seed, under torch's deterministic algorithms."""
     runs: list[Arrays] = []
@@ -344,8 +350,8 @@ def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
     return replace(batch, advantages=tuple(advantages))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
+@pytest.mark.parametrize("bad", first_quick([np.nan, np.inf]))
 def test_a_loss_that_is_not_finite_changes_nothing(
     pool: RankPool, model: Path, bad: float, ranks: int
 ) -> None:
@@ -371,7 +377,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert all(np.array_equal(weight, after[name]) for name, weight in fresh.weights().items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(
     pool: RankPool, model: Path, ranks: int
 ) -> None:
@@ -402,7 +408,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pool: RankPool, model: Pa
     assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_nothing_to_train_makes_no_step(pool: RankPool, model: Path, ranks: int) -> None:
     """A batch of rows without a trained token, and a batch without rows."""
     trainer = pool.build(model, ranks=ranks, train=settings(weight_decay=0.1))

@@ -15,6 +15,7 @@ import pytest
 from chromium import chromium, needs_chromium
 from recorded_run import record_run
 from scripted_viewer import HOSTILE, PAGE, ROWS, ScriptedViewer
+from slow_cases import first_quick
 
 from invrl.gateway.types import Message, ToolCall
 from invrl.viewer.export import export_runs
@@ -113,7 +114,7 @@ def test_hostile_texts_stay_text(reader: Reader, place: str) -> None:
         assert "<script>document.title='taken'</script>" in page.inner_text("body").replace("\n", "")
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", first_quick([400, 1280]))
 @pytest.mark.parametrize("place", _PLACES)
 def test_no_page_is_wider_than_the_window(
     browser: Any, server: ScriptedViewer, place: str, width: int
@@ -152,7 +153,7 @@ _TYPED = [("step", "3"), ("task", "a task"), ("group", "g-3")]
 _TYPED += [(f"{bound}_{name}", "0.5") for name in [*_RANGED, "component"] for bound in ("min", "max")]
 
 
-@pytest.mark.parametrize(("name", "value"), _CHOICES)
+@pytest.mark.parametrize(("name", "value"), first_quick(_CHOICES))
 def test_each_choice_filters_and_is_in_the_url(reader: Reader, name: str, value: str) -> None:
     page = reader.open("rollouts")
     page.select_option(f"select[name={name}]", value)
@@ -164,7 +165,7 @@ def test_each_choice_filters_and_is_in_the_url(reader: Reader, name: str, value:
     reader.wait(f"!location.hash.includes('{name}=')")
 
 
-@pytest.mark.parametrize(("name", "value"), _TYPED)
+@pytest.mark.parametrize(("name", "value"), first_quick(_TYPED))
 def test_each_typed_filter_is_asked_for(reader: Reader, name: str, value: str) -> None:
     page = reader.open("rollouts")
     page.fill(f"input[name={name}]", value)
@@ -182,7 +183,9 @@ def test_a_url_with_filters_shows_the_same_rows(reader: Reader) -> None:
     reader.wait("document.querySelector('.count').textContent === '240 rollouts'")
 
 
-@pytest.mark.parametrize("sort", ["best", "worst", "surprising", "reward", "tokens", "staleness"])
+@pytest.mark.parametrize(
+    "sort", first_quick(["best", "worst", "surprising", "reward", "tokens", "staleness"])
+)
 def test_sorts_are_asked_for(reader: Reader, sort: str) -> None:
     page = reader.open("rollouts")
     page.select_option("#sort", sort)
@@ -288,14 +291,16 @@ def test_a_fork_tells_why_and_where(reader: Reader) -> None:
 
 @pytest.mark.parametrize(
     ("colour", "legend"),
-    [
-        ("logprob", "engine log-prob"),
-        ("advantage", "0.5"),
-        ("gap", "0.01"),
-        ("version", "version 2"),
-        ("trained", "masked (1)"),
-        ("number:kl", "0.1"),
-    ],
+    first_quick(
+        [
+            ("logprob", "engine log-prob"),
+            ("advantage", "0.5"),
+            ("gap", "0.01"),
+            ("version", "version 2"),
+            ("trained", "masked (1)"),
+            ("number:kl", "0.1"),
+        ]
+    ),
 )
 def test_tokens_are_coloured_and_tell_their_numbers(reader: Reader, colour: str, legend: str) -> None:
     page = reader.open(f"rollout/s-0006?view=tokens&colour={colour}")
@@ -485,20 +490,22 @@ def test_an_export_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_pat
 
 @pytest.mark.parametrize(
     ("search", "found"),
-    [
-        ("zurich", {"a"}),
-        ("seco", {"b"}),
-        ('"second answer"', {"b"}),
-        ('"answer second"', set()),
-        ("first second", set()),
-        ("first rep", {"b"}),
-        ("y", {"c"}),
-        ("x", {"c", "d"}),
-        ("x y", {"c"}),
-        ("TAKEN", {"d"}),
-        ("document.tit", {"d"}),
-        ("none-of-it", set()),
-    ],
+    first_quick(
+        [
+            ('"second answer"', {"b"}),
+            ("zurich", {"a"}),
+            ("seco", {"b"}),
+            ('"answer second"', set()),
+            ("first second", set()),
+            ("first rep", {"b"}),
+            ("y", {"c"}),
+            ("x", {"c", "d"}),
+            ("x y", {"c"}),
+            ("TAKEN", {"d"}),
+            ("document.tit", {"d"}),
+            ("none-of-it", set()),
+        ]
+    ),
 )
 def test_an_export_is_searched_as_the_run_is(
     browser: Any, said_export: tuple[ViewedRun, Path], search: str, found: set[str]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dying_trainer import EngineAddress, run_trainer_row
+from slow_cases import first_quick
 from torch_trainer import TorchSender
 from torch_updates import CANARY
 from weight_faults import (
@@ -24,6 +25,7 @@ from weight_faults import (
     TrainerRow,
     Transport,
     WeightsRow,
+    quick_by_transport,
     run_engine_row,
     run_weights_row,
     settings_of,
@@ -67,7 +69,7 @@ def fleet_of(
     return FaultyFleet(senders[transport], [receiver], canary_prompts=CANARY)
 
 
-@pytest.mark.parametrize("row", WEIGHTS_ROWS, ids=str)
+@pytest.mark.parametrize("row", quick_by_transport(WEIGHTS_ROWS), ids=str)
 async def test_weights_that_are_wrong(
     row: WeightsRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender]
 ) -> None:
@@ -76,7 +78,7 @@ async def test_weights_that_are_wrong(
     await run_weights_row(row, fleet)
 
 
-@pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
+@pytest.mark.parametrize("row", first_quick(TRAINER_ROWS), ids=str)
 async def test_a_trainer_that_ends(
     row: TrainerRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender], tmp_path: Path
 ) -> None:
@@ -87,6 +89,7 @@ async def test_a_trainer_that_ends(
     await run_trainer_row(row, fleet, address, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OWN_ENGINE_ROWS, ids=str)
 async def test_an_engine_that_ends_or_hangs(
     row: EngineRow,

@@ -160,6 +160,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     assert tensor.ratios == {"tensor_parallel_2": 0.5}
 
 
+@pytest.mark.slow
 def test_what_is_compared_with_one_process_needs_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_what_is_compared_with_one_process_needs_that(
     assert parts[3].details["tensor_parallel_2"]["heads"] == [2, 2]
 
 
+@pytest.mark.slow
 def test_what_is_measured_ends_with_a_killed_bench(tmp_path: Path) -> None:
     """`http.server` stands for a rank."""
     script = (

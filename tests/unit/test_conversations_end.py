@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from slow_cases import first_quick
 from test_gateway_turns import (
     ASK,
     Running,
@@ -133,7 +134,7 @@ async def be_answered(gateway: Running, session: Session, stream: bool) -> None:
     assert await ask(gateway, session, stream=stream) == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick([True, False]))
 @pytest.mark.parametrize(
     "end",
     [
@@ -156,7 +157,7 @@ async def test_a_closed_session_is_let_go(gateway: Running, end: End, stream: bo
     await all_let_go()
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick([True, False]))
 async def test_a_session_whose_engine_ran_out_of_time_is_let_go(
     gateway: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -181,7 +182,7 @@ class FullDisk:
         return self._db.execute(sql, values)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick([True, False]))
 @pytest.mark.parametrize("fault", ["decoding", "store"])
 async def test_a_session_with_a_fault_of_ours_is_let_go(
     gateway: Running,

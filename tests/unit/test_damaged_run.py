@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slow_cases import first_quick
 from test_run_folder import config
 
 from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
@@ -77,7 +78,7 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, empty, remove])
+@pytest.mark.parametrize("damage", first_quick([flip_a_bit, cut_short, empty, remove]))
 @pytest.mark.parametrize("name", EVERY_FILE)
 def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage) -> None:
     checkpoints = Checkpoints(tmp_path)

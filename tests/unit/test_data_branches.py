@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from model_templates import MODELS, model_folder
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
 
@@ -122,7 +123,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("keep_thinking", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", first_quick(MODELS))
 def test_each_reply_stands_behind_what_the_gateway_would_send(model: str, keep_thinking: bool) -> None:
     """The whole corpus: a branch begins with the ids of a first request, its last reply is what the template
     writes, and a branch that goes on says what the template says, thinking aside."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from slow_cases import first_quick
 from test_token_logprobs import Problem, assert_equal, set_block_tokens
 from torch._dynamo.utils import counters
 
@@ -45,9 +46,9 @@ def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("block_tokens", [64, 16, 5])
-@pytest.mark.parametrize("num_candidates", [0, 4])
-@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+@pytest.mark.parametrize("block_tokens", first_quick([16, 64, 5]))
+@pytest.mark.parametrize("num_candidates", first_quick([4, 0]))
+@pytest.mark.parametrize("entropy_weight", first_quick([0.3, 0.0]))
 def test_logprobs_and_gradients_are_those_of_the_formulas(
     monkeypatch: pytest.MonkeyPatch, block_tokens: int, num_candidates: int, entropy_weight: float
 ) -> None:
@@ -78,14 +79,14 @@ def test_bfloat16_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", first_quick([3.0, None]))
 def test_a_soft_cap_is_not_left_out(softcap: float | None) -> None:
     problem = Problem.random(shared_rows(30), softcap=softcap)
     assert_equal(problem.measured(), problem.exact())
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("is_zero_centered", [False, True])
+@pytest.mark.parametrize("is_zero_centered", first_quick([True, False]))
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_queries_and_keys_are_normed_and_turned_as_by_megatron(is_zero_centered: bool) -> None:
     device.prepare()

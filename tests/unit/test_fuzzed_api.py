@@ -23,6 +23,8 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.lease_store import LeaseStore
 from invrl.types import GroupLease, GroupMember, Task
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = os.environ.get("INVRL_FUZZ_EXAMPLES", "40")
 """Generated requests per operation and phase; more by hand."""
 CHECKS = (

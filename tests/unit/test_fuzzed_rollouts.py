@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from slow_cases import first_quick
 
 from invrl.algorithms.advantages import ADVANTAGES
 from invrl.buffer.config import BufferConfig
@@ -418,7 +419,7 @@ class Loop:
 
 @pytest.mark.parametrize(
     ("form", "reward_form", "share"),
-    [("async_form", False, 0.6), ("async_form", True, 0.2), ("sync_form", False, 0.2)],
+    first_quick([("async_form", True, 0.2), ("async_form", False, 0.6), ("sync_form", False, 0.2)]),
 )
 async def test_no_rollout_crashes_the_run_or_reaches_the_optimizer_with_bad_numbers(
     form: str,

@@ -97,6 +97,7 @@ def test_stages_that_no_longer_fit_are_reported(monkeypatch: pytest.MonkeyPatch,
     assert "of --deadline are left" in stages["loop"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_ends_at_its_deadline_and_keeps_its_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from slow_cases import first_quick, named_quick
 from test_gateway_turns import (
     ASK,
     MORE,
@@ -31,7 +32,7 @@ from invrl.gateway.types import Message, Prompt, Tool
 LARGE = "word " * 10_000
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+@pytest.mark.parametrize("path", first_quick(["/chat/completions", "/completions"]))
 async def test_others_are_served_while_a_large_prompt_is_tokenised(
     tmp_path: Path,
     model: Path,  # noqa: F811
@@ -132,7 +133,7 @@ HOSTILE: dict[str, tuple[object, str | None]] = {
 """Requests that take long to read, to match, to render or to refuse, and the code of the refusal."""
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", named_quick(HOSTILE.keys(), "values", "nested", "schemas"))
 async def test_no_large_request_is_worked_on_in_the_event_loop(
     tmp_path: Path,
     model: Path,  # noqa: F811
@@ -180,7 +181,7 @@ def recorded(work: Callable[..., object], name: str, done: list[tuple[str, threa
     return recording
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick([False, True]))
 async def test_a_large_text_is_refused_before_it_is_tokenised(
     tmp_path: Path,
     model: Path,  # noqa: F811

@@ -20,6 +20,8 @@ from test_gateway_turns import model, renderer, running  # noqa: F401
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
 
+pytestmark = pytest.mark.slow
+
 SESSIONS = 2000
 CANARY = re.compile(r"canary-(\d{4})-end")
 ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")

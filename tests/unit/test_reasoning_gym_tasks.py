@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from reasoning_gym.factory import DATASETS
+from slow_cases import first_quick
 
 from invrl import plugins
 from invrl.errors import PluginError
@@ -54,7 +55,7 @@ async def reward(task: Task, text: str | None, finish_reason: str = "stop"):
     return await gym.rollout(task, ScriptedModel(text, finish_reason))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_quick(NAMES))
 async def test_every_dataset_by_name_scores_its_own_answer_and_survives_nonsense(name: str) -> None:
     task = first(plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource))
     assert task.id.startswith(f"{name}/")

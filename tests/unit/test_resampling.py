@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from slow_cases import first_quick
 from test_gateway_turns import (
     ASK,
     MORE,
@@ -67,8 +68,8 @@ def gather_requests(gateway: Running, count: int) -> None:
     gateway.engine.holds = lambda _: len(gateway.engine.requests) < expected
 
 
-@pytest.mark.parametrize("purpose", ["train", "eval", "serve"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("purpose", first_quick(["train", "eval", "serve"]))
+@pytest.mark.parametrize("stream", first_quick([True, False]))
 @pytest.mark.parametrize("path", BODIES)
 async def test_equal_requests_are_samples_of_their_own(
     gateway: Running, path: str, stream: bool, purpose: Purpose

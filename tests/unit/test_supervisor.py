@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from slow_cases import first_quick
 from test_run_folder import config
 
 from invrl.host.process import still_running
@@ -212,7 +213,7 @@ say("done")"""
     assert "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead" in err
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("code", first_quick([0, 1]))
 def test_a_driver_that_is_silent_at_its_very_end_has_ended_as_it_told(start: Start, code: int) -> None:
     """The interpreter's end waits for what it has loaded, and its threads do not beat meanwhile."""
     body = f"""
@@ -223,6 +224,7 @@ os.kill(os.getpid(), signal.SIGSTOP)"""
     assert end(start(body, heartbeat_s=SILENT_S)) == (code, "1\n", "")
 
 
+@pytest.mark.slow
 def test_a_driver_whose_loop_is_blocked_is_alive(start: Start) -> None:
     assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (0, "done\n", "")
 
@@ -241,7 +243,7 @@ def left(pid: str) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("how", first_quick(["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"]))
 def test_a_daemon_that_the_incarnation_left_behind_is_ended(start: Start, how: str) -> None:
     """In a session of its own, and a child of nobody any more."""
     process = start(LEAVES + how)
@@ -269,7 +271,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_is_passed_on_and_no_incarnation_follows(start: Start, kind: signal.Signals) -> None:
     process = start(INTERRUPTED, restarts=3)
     assert says(process) == "up"
@@ -289,7 +291,7 @@ threading.Thread(target=take_it, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_that_another_thread_is_given_is_passed_on_too(start: Start, kind: signal.Signals) -> None:
     """NumPy starts threads before the supervisor masks its own, and the kernel may choose any of them."""
     body = INTERRUPTED.replace('say("up")', 'say("up"); (place / "up").touch()')
@@ -316,7 +318,7 @@ with lifeline.blocked("the start of Ray"):
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_an_interrupt_does_not_wait_for_a_call_that_hears_no_signal(
     start: Start, kind: signal.Signals
 ) -> None:

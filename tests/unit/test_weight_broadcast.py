@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import first_quick
 
 from invrl.bench.loader_server import LoaderServer
 from invrl.engines.weight_receiver import BroadcastReceiver
@@ -143,7 +144,7 @@ async def test_updates_leave_the_trainers_bytes_in_every_engine(fleet: Fleet) ->
     assert len(ports) == 1, "one group lasts while its engines do"
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", first_quick([signal.SIGKILL, signal.SIGSTOP]))
 async def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_lost_and_the_others_go_on(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
 ) -> None:
@@ -185,6 +186,7 @@ async def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_lost_and_the_other
     assert await fleet.held() == 3 * [fleet.trainer.checksums()]
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_cannot_send_leaves_every_engine_on_the_old_version(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from weight_faults import (
     TrainerRow,
     Transport,
     WeightsRow,
+    quick_by_transport,
     random_weights,
     run_engine_row,
     run_weights_row,
@@ -126,7 +127,7 @@ async def test_weights_that_are_wrong(
             await run_weights_row(row, fleet)
 
 
-@pytest.mark.parametrize("row", ENGINE_ROWS, ids=str)
+@pytest.mark.parametrize("row", quick_by_transport(ENGINE_ROWS), ids=str)
 async def test_an_engine_that_ends_or_hangs(
     row: EngineRow,
     loaders: Loaders,
@@ -148,7 +149,7 @@ async def test_an_engine_that_ends_or_hangs(
             await run_engine_row(row, fleet, [doomed.pid], doomed.stop)
 
 
-@pytest.mark.parametrize("row", TRAINER_ROWS, ids=str)
+@pytest.mark.parametrize("row", quick_by_transport(TRAINER_ROWS), ids=str)
 async def test_a_trainer_that_ends(
     row: TrainerRow, loaders: Loaders, senders: dict[Transport, FaultySender], tmp_path: Path
 ) -> None:
