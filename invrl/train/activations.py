@@ -64,7 +64,7 @@ class LayerActivations:
         shared_experts = 0.0
         routed_experts = 0.0
         if experts is not None and config.has_experts(layer):
-            an_expert = item * (4 * experts.intermediate_size + 2 * hidden)
+            an_expert = item * (3 * experts.intermediate_size + 2 * hidden)
             routed_experts = experts.chosen * an_expert + 8.0 * experts.count
             shared_experts = 4.0 * item * (experts.shared_size or 0)
         else:
@@ -94,15 +94,15 @@ def _queries_and_keys(
     """From the projection to the attention: what is taken apart, normed and turned."""
     if on_cuda:
         return item * (queries + keys_and_values) if config.qk_norm else 0.0
-    saved = item * (queries + keys_and_values) + 4 * item * config.head_dim  # and rotary factors
+    saved = item * (queries + keys_and_values)
     if config.qk_norm:
         saved += 8 * (queries + keys_and_values / 2)
     return saved
 
 
 def _latent_vectors(shape: LatentAttention, item: int, *, on_cuda: bool) -> float:
-    """The vectors that queries, and keys and values, come from, with their norms, and rotary factors."""
-    saved = _norm(shape.key_value_rank, item, on_cuda=on_cuda) + 4 * item * shape.rotary_dim
+    """The vectors that queries, and keys and values, come from, with their norms."""
+    saved = _norm(shape.key_value_rank, item, on_cuda=on_cuda)
     if shape.query_rank is not None:
         saved += _norm(shape.query_rank, item, on_cuda=on_cuda)
     return saved
