@@ -1,8 +1,8 @@
 """What the layers of a rank keep of each token for the backward pass, with and without recomputation.
 
-Bytes, from the model's description (`tests/integration/test_memory.py` compares them with real forward
-passes on a CPU; on an H200 a step of a dense model came within two hundredths of them). On a GPU norms, SwiGLU,
-and what lies between the projection and the attention are one kernel each, which keeps its input alone.
+Bytes, from the model's description. `tests/integration/test_memory.py` compares them with real forward passes
+on a CPU; on an H200 a step of a dense model came within two hundredths of them. On a GPU norms, SwiGLU, and
+what lies between the projection and the attention are one kernel each, which keeps its input alone.
 Imports neither torch nor Megatron.
 """
 

@@ -159,6 +159,7 @@ def test_swiglu_and_its_gradient_are_those_of_the_formula() -> None:
 
 def test_the_functions_compile_for_a_device() -> None:
     """Into code of the CPU, as on a GPU into Triton's."""
+    torch._dynamo.reset()  # what other tests have compiled of Megatron's functions
     device.prepare()
     from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
 

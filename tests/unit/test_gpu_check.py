@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def test_a_stage_that_hangs_ends_at_its_deadline_and_keeps_its_figures(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     stage = Stage(name="hangs", proves="", usual_s=1, deadline_s=1, smaller="")
-    outcome = run_stage(stage, settings_in(tmp_path), deadline_s=10.0)
+    outcome = run_stage(stage, settings_in(tmp_path), deadline_s=10.0, environment=os.environ)
     assert outcome.state == "failed"
     assert outcome.results == [{"seen": 1}]
     assert outcome.reason == "it did not end within 10 s; waiting for the engine"

@@ -38,7 +38,6 @@ def main(arguments: Sequence[str]) -> int:
     settings = _settings(options)
     settings.out.mkdir(parents=True, exist_ok=True)
     settings.work.mkdir(parents=True, exist_ok=True)
-    _make_importable()
     start = time.monotonic()
     if not settings.smoke:
         reason = why_busy()
@@ -83,7 +82,7 @@ def _run(name: str, settings: CheckSettings, give_up_at: float) -> Outcome:
     if left_s < least_s:
         return not_run(f"it takes about {stage.usual_s:.0f} s, {max(left_s, 0):.0f} s of --deadline are left")
     deadline_s = stage.deadline_s * (_SMOKE_PATIENCE if settings.smoke else 1)
-    return run_stage(stage, settings, min(deadline_s, left_s))
+    return run_stage(stage, settings, min(deadline_s, left_s), _environment())
 
 
 def _settings(options: argparse.Namespace) -> CheckSettings:
@@ -96,12 +95,12 @@ def _settings(options: argparse.Namespace) -> CheckSettings:
     )
 
 
-def _make_importable() -> None:
-    """The project, its tests and this package, in every process that a stage starts."""
+def _environment() -> dict[str, str]:
+    """Of the stages: what they start can import the project, its tests and this package."""
     folders = [_PROJECT / "launch" / "gpu", _PROJECT, _PROJECT / "tests"]
     paths = [str(folder) for folder in folders]
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _parser() -> argparse.ArgumentParser:

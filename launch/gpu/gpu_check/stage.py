@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,7 +52,9 @@ def not_run(reason: str) -> Outcome:
     return Outcome(state="not run", seconds=0.0, results=[], reason=reason)
 
 
-def run_stage(stage: Stage, settings: CheckSettings, deadline_s: float) -> Outcome:
+def run_stage(
+    stage: Stage, settings: CheckSettings, deadline_s: float, environment: Mapping[str, str]
+) -> Outcome:
     """Its log is `<name>.log` in the folder for results."""
     start = time.monotonic()
     path = settings.out / f"{stage.name}.log"
@@ -61,6 +64,7 @@ def run_stage(stage: Stage, settings: CheckSettings, deadline_s: float) -> Outco
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
         )
         try:
