@@ -445,7 +445,7 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return flags
 
 
-FLAGS_OF_OTHERS = {"--shm-size", "--local-dir"}
+FLAGS_OF_OTHERS = {"--shm-size", "--local-dir", "--all"}
 """Flags of other programs that pages name."""
 
 
