@@ -45,12 +45,12 @@ class TimedUpdate:
 
 
 class ChangingSender(WeightSender, Protocol):
-    """A sender whose weights change when they are told to."""
+    """A sender that changes its weights on request."""
 
     async def change(self) -> None: ...
 
     async def checksums(self) -> Mapping[str, str]:
-        """Of the weights that an engine holds after an update."""
+        """Checksums of the weights that an engine holds after an update."""
         ...
 
 

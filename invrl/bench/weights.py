@@ -132,7 +132,7 @@ def with_gpu_ratios(part: Part, name: str, *, memory_growth: int) -> Part:
 
 
 def _free_bytes(device: torch.device | None) -> int:
-    """Of the device's memory, over all processes; 0 for the host's, where others come and go."""
+    """Bytes of the device's memory in use by all processes; 0 for the host's, where others come and go."""
     if device is None:
         return 0
     free, _ = torch.cuda.mem_get_info(device)

@@ -326,8 +326,8 @@ class SglangClient:
         await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
 
     async def release_cache_memory(self) -> None:
-        """Of a paused engine whose cache has been flushed: SGLang ends its scheduler while a request runs.
-        Without its memory saver (on a CPU) SGLang answers the same and frees nothing."""
+        """Free the memory of the cache. The engine must be paused and flushed: SGLang ends its scheduler
+        while a request runs. Without its memory saver (on a CPU) it answers the same and frees nothing."""
         await self._control("/release_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def resume_cache_memory(self) -> None:

@@ -1,4 +1,4 @@
-"""Which memory the weight arena is in: the GPU's where trainer and engines share one, else the host's.
+"""The memory that the weight arena is in: the GPU's where trainer and engines share one, else the host's.
 
 In the host's memory every update goes down from the GPU and up again. In the GPU's it is two copies within
 it, and takes its room. Imports no torch.
@@ -9,12 +9,12 @@ from invrl.train.hf_config import read_hf_config
 from invrl.train.model_size import ModelSize
 
 _LARGEST_SHARE = 1 / 8
-"""Of the GPU's memory, for both slots: the rest is the trainer's and the engines'."""
+"""Share of the GPU's memory for both slots: the rest is the trainer's and the engines'."""
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
-    """What `weight_arena_device` comes to on a machine with so many GPUs, the smallest with so much memory.
+    """Whether the arena is on a GPU, on a machine with so many GPUs, the smallest with so much memory.
 
     With several GPUs 'auto' is the host's memory: trainer ranks and engines may not see one another's.
     """
