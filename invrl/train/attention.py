@@ -30,7 +30,7 @@ from invrl.train.sliding_window import windowed
 from invrl.train.tree_mask import TreeMask
 
 _MOST_CALLS = 5
-"""Of SDPA for a layer, in the place of one kernel: four rows, and the padding."""
+"""Most calls of SDPA that replace a layer's one kernel: four rows, and the padding."""
 
 
 class RowAttention(Protocol):
@@ -95,18 +95,20 @@ def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBl
 
 
 def _suit_flash_attention(blocks: Sequence[AttentionBlock], dtype: torch.dtype) -> bool:
-    """Whether SDPA computes each of the blocks by its flash kernel, and they are few. Four rows of 4,096
-    tokens took an H200 0.56 of the time of the one kernel with heads of 128 dimensions, 0.87 with 64. More
-    calls would keep the host busy, not the GPU."""
+    """Return whether SDPA computes each of the blocks by its flash kernel, and they are few.
+
+    Four rows of 4,096 tokens took an H200 0.56 of the time of the one kernel with heads of 128 dimensions and
+    0.87 with 64, measured while other programs used the card. With more calls the host would be the limit.
+    """
     are_causal = all(len(block.prefix_K) == 0 and block.mask_QK is None for block in blocks)
     return are_causal and len(blocks) <= _MOST_CALLS and dtype in (torch.bfloat16, torch.float16)
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron's self-attention over a packed row, with the rotary positions of its own layer.
+    """Megatron's self-attention over a packed row, with the rotary positions of its layer.
 
-    On a GPU all between the projection and the attention is one kernel: taking queries, keys and values
-    apart, their norms and their turns.
+    On a GPU one kernel does all that lies between the projection and the attention: it takes queries, keys
+    and values apart, normalises and turns them.
     """
 
     def __init__(self, *args: Any, rope: Rope, **options: Any) -> None:
@@ -167,7 +169,7 @@ def _split_and_turned(
         query = normed(query, query_norm_D, eps=eps, is_zero_centered=is_zero_centered)
     if key_norm_D is not None:
         key = normed(key, key_norm_D, eps=eps, is_zero_centered=is_zero_centered)
-    # A copy: the gradient of a view of `mixed` would be added to that of the others in a pass of its own.
+    # A view of `mixed` would have a gradient that is added to the others' in another pass.
     return turned(query, cos, sin), turned(key, cos, sin), value.clone()
 
 
