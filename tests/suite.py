@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.command == "half":
         parts = parts_of_suite(_recorded(), with_slow=options.all)
-        print("\n".join(halves(parts)[options.number]))
+        print("\n".join(sorted(halves(parts)[options.number])))  # in pytest's own order
         return 0
     found = summary(read_reports(options.reports))
     if options.record:
