@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import psutil
 import torch
-import torch._inductor.config
 from numpy.typing import NDArray
 
 from invrl import metrics
@@ -159,7 +158,9 @@ def prepare() -> None:
         batch_gradient_clipping()
         # A rank has a dozen kernels to compile. The processes that torch would start for that take longer to
         # start, and a rank waits for their end when it ends.
-        torch._inductor.config.compile_threads = 1
+        from torch._inductor import config  # 3 s of imports, which a CPU does without
+
+        config.compile_threads = 1
 
 
 def peak_memory() -> int:

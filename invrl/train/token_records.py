@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from invrl.interfaces import TokenRecord
 from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
 
 if TYPE_CHECKING:
+    import torch
+
     from invrl.train.schedule import Packed, SampleNumbers
 
 
@@ -18,7 +19,7 @@ def records_of_mini_batch(
     mini_batch: TrainBatch,
     packed: "Packed",
     old: "SampleNumbers | None",
-    current: Sequence[torch.Tensor],
+    current: "Sequence[torch.Tensor]",
 ) -> list[TokenRecord]:
     """One for each sample of a mini-batch whose gradient was computed. `current`: the policy's log-probs [N]
     of each micro-batch; empty where nothing is to be recorded, and on a pipeline stage that has no log-probs:
