@@ -18,31 +18,7 @@ contained() { "$BIN/python" "$ROOT/launch/run_contained.py" "$@"; }
 contained "$BIN/ruff" format --check --quiet .
 contained "$BIN/ruff" check --quiet .
 contained "$BIN/pyright"
-PYTEST=("$BIN/python" "$ROOT/launch/run_contained.py" "$BIN/python" -m pytest)
-CHOICE=(-m "not slow")
-ALL=()
-RECORD=()
-if [ "${1:-}" = --all ]; then
-  shift
-  CHOICE=()
-  ALL=(--all)
-  RECORD=(--record)
-fi
-[ $# -eq 0 ] || exec "${PYTEST[@]}" "$@"
-
-# Much of a test's time goes by while processes start and deadlines end. The halves take equally long.
-REPORTS="$(mktemp -d)"
-trap 'rm -rf "$REPORTS"' EXIT
-run_half() {  # NUMBER
-  local parts
-  mapfile -t parts < <("$BIN/python" tests/suite.py half "$1" ${ALL[@]+"${ALL[@]}"})
-  "${PYTEST[@]}" ${CHOICE[@]+"${CHOICE[@]}"} --junitxml "$REPORTS/$1.xml" "${parts[@]}"
-}
-run_half 1 >"$REPORTS/1.txt" 2>&1 &
-SECOND=$!
-FAILED=0
-run_half 0 || FAILED=$?
-wait "$SECOND" || FAILED=$?
-cat "$REPORTS/1.txt"
-"$BIN/python" tests/suite.py summary ${RECORD[@]+"${RECORD[@]}"} "$REPORTS"/*.xml
-exit "$FAILED"
+case "${1:-}" in
+  "" | --all) exec "$BIN/python" tests/suite.py "$@" ;;
+  *) exec "$BIN/python" "$ROOT/launch/run_contained.py" "$BIN/python" -m pytest "$@" ;;
+esac

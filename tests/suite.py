@@ -1,23 +1,27 @@
-"""The test suite as `launch/test.sh` runs it: two halves that take equally long, and what they came to.
+"""The test suite as `launch/test.sh` runs it: two halves side by side that take equally long, what they do
+meanwhile, and what they came to.
 
-python tests/suite.py half 0|1 [--all]            the files and folders of a half, one a line
-python tests/suite.py summary [--record] XML ...  counts and the slowest tests of JUnit reports; `--record`
-                                                  writes them to `tests/suite.json`, which the halves are
-                                                  made from
+python tests/suite.py        the quick tests
+python tests/suite.py --all  all tests; writes `tests/suite.json`, from which the halves are balanced
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 TESTS = Path(__file__).resolve().parent
 RECORD = TESTS / "suite.json"
@@ -27,6 +31,9 @@ _UNKNOWN_S = 5.0
 """Of a file that no record has."""
 _NUM_RECORDED = 50
 _NUM_PRINTED = 20
+_PROGRESS_S = 20.0
+_PROGRESS_VARIABLE = "INVRL_SUITE_PROGRESS"
+"""In the environment of a half: the file that its progress goes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,36 +132,147 @@ def _recorded() -> dict[str, Mapping[str, float]]:
     return json.loads(RECORD.read_text())["seconds_by_file"]
 
 
-def _print_summary(found: Mapping[str, Any]) -> None:
+def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
     print(f"\nThe slowest {_NUM_PRINTED} tests, in seconds:")
     for name, seconds in list(found["slowest"].items())[:_NUM_PRINTED]:
         print(f"{seconds:8.1f}  {name}")
     counts = found["counts"]
     states = ", ".join(f"{counts.get(state, 0)} {state}" for state in ("passed", "failed", "skipped"))
-    print(f"{states} at {found['commit']}, {found['seconds'] / 60:.1f} minutes of tests in two processes")
+    print(f"{states} at {found['commit']} in {took_s / 60:.1f} minutes")
+
+
+class Half:
+    """One of the two processes. With this module as a plugin it writes what it does into a file."""
+
+    def __init__(self, parts: Sequence[str], *, with_slow: bool, folder: Path, name: str) -> None:
+        """Starts it. `parts`: its files and folders."""
+        self.report = folder / f"{name}.xml"
+        self.output = folder / f"{name}.txt"
+        self._progress = folder / f"{name}.progress"
+        self._progress.touch()
+        choice = [] if with_slow else ["-m", "not slow"]
+        python = [sys.executable, str(TESTS.parent / "launch/run_contained.py"), sys.executable]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *python,
+                    "-m",
+                    "pytest",
+                    "-p",
+                    "tests.suite",
+                    *choice,
+                    "--junitxml",
+                    str(self.report),
+                    *parts,
+                ],
+                cwd=TESTS.parent,
+                env={**os.environ, _PROGRESS_VARIABLE: str(self._progress)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.num_tests = 0
+        self.num_done = 0
+        self.running = "it collects its tests"
+        self.failed: list[str] = []
+        self._num_read = 0
+
+    def look(self) -> list[str]:
+        """Reads what it has done since the last look. Returns the tests that failed meanwhile."""
+        lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
+        new = [line.rstrip("\n") for line in lines[self._num_read :] if line.endswith("\n")]
+        self._num_read += len(new)
+        failed: list[str] = []
+        for line in new:
+            event, _, text = line.partition(" ")
+            if event == "collected":
+                self.num_tests = int(text)
+            elif event == "begins":
+                self.running = text
+            elif event == "failed":
+                failed.append(text)
+            elif event == "ended":
+                self.num_done += 1
+        self.failed += failed
+        return failed
+
+
+def run(*, with_slow: bool) -> int:
+    """Runs both halves and prints what happens. Returns the exit code."""
+    began = time.monotonic()
+    parts = parts_of_suite(_recorded(), with_slow=with_slow)
+    with tempfile.TemporaryDirectory() as folder:
+        running = [
+            Half(sorted(part), with_slow=with_slow, folder=Path(folder), name=f"half-{number}")
+            for number, part in enumerate(halves(parts))
+        ]
+        printed_at = began
+        while any(half.process.poll() is None for half in running):
+            time.sleep(0.5)
+            for name in [name for half in running for name in half.look()]:
+                print(f"failed: {name}", flush=True)
+            if time.monotonic() - printed_at > _PROGRESS_S:
+                printed_at = time.monotonic()
+                print(progress_line(running, printed_at - began), flush=True)
+        for half in running:
+            half.look()
+            if half.process.returncode:
+                print(half.output.read_text(encoding="utf-8", errors="replace"))
+        found = summary(read_reports([half.report for half in running if half.report.exists()]))
+        if with_slow:
+            RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        _print_summary(found, took_s=time.monotonic() - began)
+        return int(any(half.process.returncode for half in running))
+
+
+def progress_line(running: Sequence[Half], took_s: float) -> str:
+    """Minutes since the start, how far the halves are, what they run, and how long the slower one will take
+    if it goes on as it did."""
+    done = sum(half.num_done for half in running)
+    of_all = sum(half.num_tests for half in running)
+    shares = [half.num_done / half.num_tests for half in running if half.num_tests]
+    left = ""
+    if len(shares) == len(running) and min(shares) > 0.02:
+        left = f", about {took_s * (1 / min(shares) - 1) / 60:.0f} min left"
+    files = " and ".join(half.running for half in running if half.process.poll() is None)
+    num_failed = sum(len(half.failed) for half in running)
+    minutes, seconds = divmod(int(took_s), 60)
+    return f"[{minutes:2}:{seconds:02}] {done} of {of_all} tests done, {num_failed} failed{left}; now {files}"
+
+
+# ------------------------------------------------------------------ in a half, as a plugin of pytest
+
+
+def _say(event: str) -> None:
+    with open(os.environ[_PROGRESS_VARIABLE], "a", encoding="utf-8") as progress:
+        progress.write(f"{event}\n")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _say(f"collected {len(session.items)}")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _say(f"begins {nodeid.partition('::')[0]}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _say(f"failed {report.nodeid}")
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _say("ended")
+
+
+# ------------------------------------------------------------------ the command
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    half = commands.add_parser("half")
-    half.add_argument("number", type=int, choices=(0, 1))
-    half.add_argument("--all", action="store_true")
-    summarise = commands.add_parser("summary")
-    summarise.add_argument("--record", action="store_true")
-    summarise.add_argument("reports", nargs="+", type=Path)
-    options = parser.parse_args(arguments)
-    if options.command == "half":
-        parts = parts_of_suite(_recorded(), with_slow=options.all)
-        print("\n".join(sorted(halves(parts)[options.number])))  # in pytest's own order
-        return 0
-    found = summary(read_reports(options.reports))
-    if options.record:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n")
-    _print_summary(found)
-    return 0
+    parser.add_argument("--all", action="store_true")
+    return run(with_slow=parser.parse_args(arguments).all)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from suite import TESTS, halves, parts_of_suite, read_reports, summary
+import pytest
+import suite
+from suite import TESTS, Half, halves, parts_of_suite, progress_line, read_reports, summary
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.unit.test_a" name="test_one" time="1.5"/>
@@ -45,3 +48,26 @@ def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
         "tests/unit/test_a.py": {"quick": 1.5, "slow": 2.0},
     }
     assert next(iter(found["slowest"])) == "tests/e2e/test_b.py::test_three"
+
+
+def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "def test_right(): pass\ndef test_wrong(): assert False\n", encoding="utf-8"
+    )
+    half = Half([str(tmp_path / "test_a.py")], with_slow=True, folder=tmp_path, name="half-0")
+    assert half.process.wait(timeout=300) == 1
+    assert [name.rpartition("::")[2] for name in half.look()] == ["test_wrong"]
+    assert half.look() == []
+    assert (half.num_done, half.num_tests) == (2, 2)
+    assert half.running.endswith("test_a.py")
+    assert half.report.exists()
+
+
+def test_remaining_time_is_that_of_the_slower_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite.subprocess, "Popen", lambda *_, **options: SimpleNamespace(poll=lambda: None))
+    first, second = (Half([], with_slow=True, folder=tmp_path, name=name) for name in ("first", "second"))
+    assert "min left" not in progress_line([first, second], 60.0)
+    first.num_tests, first.num_done = 100, 75
+    second.num_tests, second.num_done, second.failed = 100, 50, ["test_x"]
+    line = progress_line([first, second], 605.0)
+    assert line.startswith("[10:05] 125 of 200 tests done, 1 failed, about 10 min left")
