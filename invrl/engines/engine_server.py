@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,13 +28,14 @@ from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
 from invrl.host.log_lines import LogSettings
 from invrl.host.ports import ReservedPort
-from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
+from invrl.host.process import ENDED, PYTHON_MODULE, Forks, ServerProcess, family_of, random_key, state_of
 from invrl.host.temporary_folder import TemporaryFolder
 from invrl.model_folder import read_model_type
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
 """The loader that SGLang imports into its scheduler process, as an import path."""
 
+ENGINE_MODULE = "invrl.engines.launch_sglang"
 _PROCESS_NAME = "sglang::"
 """The prefix of the names of the processes that SGLang starts for an engine."""
 _FIRST_TOKEN_DEADLINE_S = 60.0
@@ -114,9 +114,10 @@ class EngineServer(ServerProcess):
         api_key: str | None = None,
         place: "EnginePlace | None" = None,
         log: LogSettings | None = None,
+        parent: Forks | None = None,
     ) -> None:
         """`api_key`: None makes a random one. `place`: None for a free port of loopback, and a random key.
-        `log`: None for the defaults.
+        `log`: None for the defaults. `parent`: forks the engine; None: it imports SGLang itself.
 
         Raises OSError if somebody listens on the port of the place.
         """
@@ -143,7 +144,7 @@ class EngineServer(ServerProcess):
         }
         if place.key:
             env[START_VARIABLE] = start
-        super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
+        super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env, parent=parent)
 
     def processes(self) -> list[psutil.Process]:
         """The HTTP server and the processes that SGLang names: the engine cannot be without any of them."""
@@ -304,7 +305,7 @@ def _command(config: EngineConfig, model_path: Path, port: int, *, host: str = "
     total_tokens = max_total_tokens(config)
     if total_tokens is not None:
         flags["max-total-tokens"] = str(total_tokens)
-    command = [sys.executable, "-m", "invrl.engines.launch_sglang"]
+    command = [*PYTHON_MODULE, ENGINE_MODULE]
     for name, value in flags.items():
         command += [f"--{name}", value]
     # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.

@@ -25,7 +25,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
-from invrl.engines.engine_server import EngineServer, count_gpus, max_total_tokens
+from invrl.engines.engine_server import ENGINE_MODULE, EngineServer, count_gpus, max_total_tokens
+from invrl.engines.engine_spans import FLAG
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.fleet_state import FleetState
 from invrl.engines.router_server import RouterServer
@@ -34,6 +35,7 @@ from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.engines.smg import find_smg
 from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
+from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
@@ -79,8 +81,9 @@ class Fleet:
         traces_endpoint: str = "",
         log: LogSettings | None = None,
         shares_gpus: bool = False,
+        parent: ForkParent | None = None,
     ) -> None:
-        """Starts the router's process. Raises ConfigError.
+        """Starts the router's process, and one that forks engines. Raises ConfigError.
 
         `sglang` and `router` are passed through, by upstream's field names. `weight_sync`: None for the
         defaults. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
@@ -88,7 +91,8 @@ class Fleet:
         `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
         `external_key`: that of external engines. `traces_endpoint`: where the engines that start here send
         their spans to; "": nowhere. `log`: how engines that start here log; None for the defaults.
-        `shares_gpus`: with the trainer, by turns; engines then start one after the other.
+        `shares_gpus`: with the trainer, by turns; engines then start one after the other. `parent`: forks
+        the engines, and is its owner's to stop; None for one of the fleet's own, where engines can be forked.
         """
         self._config = engine
         self._model_path = model_path
@@ -135,6 +139,13 @@ class Fleet:
         self._threads = ThreadPoolExecutor(max_workers=3 * num_engines + 3, thread_name_prefix="fleet")
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls in those threads, also when nobody waits for them any more."""
+        self._own_parent: ForkParent | None = None
+        can_fork = engine.num_engines > 0 and not count_gpus() and FLAG not in self._sglang_flags
+        if can_fork and parent is None:
+            parent = self._own_parent = ForkParent(
+                ENGINE_MODULE, log=run_folder / "logs" / "engine-parent.log"
+            )
+        self._parent = parent if can_fork else None
         self.router = self._launch_router()
 
     async def start(self) -> None:
@@ -271,6 +282,8 @@ class Fleet:
         self.engines = {}
         await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
         self.router.address.close()
+        if self._own_parent is not None:
+            await self._in_thread(self._own_parent.stop)
         # A cancelled task may have left a thread behind that ends a process.
         await asyncio.gather(*self._calls, return_exceptions=True)
 
@@ -443,6 +456,7 @@ class Fleet:
                 passthrough=self._sglang_flags,
                 api_key=self.router.engine_api_key,
                 log=self._log,
+                parent=self._parent,
             )
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name

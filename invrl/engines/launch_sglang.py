@@ -1,7 +1,8 @@
 """`python -m invrl.engines.launch_sglang <SGLang's flags>`: starts a real SGLang server, also on CPU.
 
-Invariant: `sglang_on_cpu` is applied at module level, because SGLang's spawned processes (scheduler,
-detokenizer) import the main module again and need it too. The server starts only under the `__main__` guard.
+Invariant: `prepare_process` runs at module level, because SGLang's spawned processes (scheduler, detokenizer)
+import the main module again and need it too. The server starts only under the `__main__` guard. On a CPU
+they are forked, and so is the server itself from a process that has imported SGLang (`host/fork_parent.py`).
 
 Nothing of an engine listens beyond loopback, but its HTTP process where it is told to: torch's own rendezvous
 opens a store without a key on every interface, so an engine's ranks get a store in a file instead, and an
@@ -14,12 +15,13 @@ On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage coll
 families' classes first) is the same there; it has not been tried.
 """
 
+import functools
 import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from invrl.engines.canary_first import put_canaries_first
 from invrl.engines.drain_route import add_drain_route
@@ -39,17 +41,25 @@ if TYPE_CHECKING:
 
 _RENDEZVOUS = "invrl-engine"
 
-if __name__ == "__main__":
-    # Until everything is imported: to look for garbage among 7,000 modules took 3 CPU-seconds.
-    gc.disable()
-if __name__ in ("__main__", "__mp_main__"):
+
+def prepare_process() -> None:
+    """To be called in every process of an engine that has not been forked, before it imports SGLang."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
-sglang_on_cpu.make_importable()
-mask_keys_in_logs()
-if __name__ == "__main__":
-    log_in_lines()
-if FLAG in sys.argv:
-    send_spans_over_http()
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
+    sglang_on_cpu.make_importable()
+    mask_keys_in_logs()
+    _stay_on_loopback()
+
+
+def _stay_on_loopback() -> None:
+    """To be called before SGLang makes its process group."""
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    register_rendezvous_handler(_RENDEZVOUS, _rendezvous)
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
+    # Gloo and NCCL listen even without peers, by default on the address of the host name.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
@@ -68,27 +78,20 @@ def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
         yield store, int(query["rank"][0]), world_size
 
 
-def _stay_on_loopback() -> None:
-    """To be called in every process of the engine, before SGLang makes its process group."""
-    from torch.distributed.rendezvous import register_rendezvous_handler
-
-    register_rendezvous_handler(_RENDEZVOUS, _rendezvous)
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
-    # Gloo and NCCL listen even without peers, by default on the address of the host name.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-
-
-if __name__ in ("__main__", "__mp_main__"):
-    _stay_on_loopback()
-
-
 def _change_scheduler() -> None:
-    """To be called in every process of the engine, once SGLang may be imported."""
+    """To be called in every process of an engine that has not been forked, once SGLang may be imported."""
+    _load_tokenizer_once()
     _keep_load_in_tmpdir()
     keep_memory_in_flushes()
     separate_kv_of_versions()
     put_canaries_first()
+
+
+def _load_tokenizer_once() -> None:
+    """SGLang loads the tokenizer four times, half a CPU-second each. Forked processes share it."""
+    from sglang.srt.utils import hf_transformers_utils
+
+    hf_transformers_utils.get_tokenizer = functools.cache(hf_transformers_utils.get_tokenizer)
 
 
 def _keep_load_in_tmpdir() -> None:
@@ -100,23 +103,26 @@ def _keep_load_in_tmpdir() -> None:
     load_snapshot.shm_path_for = load_path
 
 
-if __name__ == "__mp_main__":
+def prepare() -> None:
+    """Imports, in the process that forks engines."""
+    prepare_process()
+    import_sglang()
+
+
+def main(flags: Sequence[str]) -> None:
+    """One engine, in a process that has been forked."""
+    log_in_lines()
+    serve(flags)
+
+
+def import_sglang() -> None:
+    """Imports what the server of any engine needs, and changes what is to be another way in all of them."""
+    # Until everything is imported: to look for garbage among 7,000 modules took 3 CPU-seconds.
+    gc.disable()
     _change_scheduler()
-
-
-def main(argv: list[str]) -> None:
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
-    if "--enable-deterministic-inference" in argv:
-        sglang_on_cpu.support_seeds()
-    if "--enable-return-routed-experts" in argv:
-        sglang_on_cpu.support_routed_experts()
-        answer_with_experts()
-    from sglang.launch_server import run_server
+    from sglang.launch_server import run_server  # noqa: F401
     from sglang.srt.entrypoints import http_server  # noqa: F401
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
 
-    _change_scheduler()
     hide_keys_in_answers()
     add_drain_route()
     add_identity_route()
@@ -124,13 +130,45 @@ def main(argv: list[str]) -> None:
     sglang_on_cpu.fork_children()
     gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()
+
+
+def serve(flags: Sequence[str]) -> None:
+    """Serves until the engine ends, in a process that has imported SGLang. `flags`: SGLang's."""
+    if "--enable-deterministic-inference" in flags:
+        sglang_on_cpu.support_seeds()
+    if "--enable-return-routed-experts" in flags:
+        sglang_on_cpu.support_routed_experts()
+        answer_with_experts()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import hf_transformers_utils, kill_process_tree
+
+    # Keys come from the environment, which other users of the machine cannot read.
+    key_flags = os.environ.pop("INVRL_KEY_FLAGS", "").split()
+    args: Any = prepare_server_args([*flags, *key_flags])
+    hf_transformers_utils.get_tokenizer(
+        args.tokenizer_path or args.model_path,
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.revision,
+        tokenizer_backend=args.tokenizer_backend,
+    )
     try:
-        run_server(prepare_server_args(argv))
+        run_server(args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if __name__ in ("__main__", "__mp_main__"):
+    if __name__ == "__main__":
+        log_in_lines()
+    if FLAG in sys.argv:
+        send_spans_over_http()
+    prepare_process()
+
+if __name__ == "__mp_main__":
+    _change_scheduler()
+
 if __name__ == "__main__":
-    # Keys come from the environment, which other users of the machine cannot read.
-    key_flags = os.environ.pop("INVRL_KEY_FLAGS", "").split()
-    main([*sys.argv[1:], *key_flags])
+    import_sglang()
+    serve(sys.argv[1:])

@@ -15,7 +15,9 @@ gets SIGINT, SIGTERM, SIGHUP  `ServerProcess.stop` ends each server and Ray's sh
                               below ends as after kill -9.
 the driver hangs              `lifeline.py` carries the driver's heartbeat. The supervisor
                               (`run/supervisor.py`) kills a silent driver; the rest as after kill -9.
-kill -9 of the driver         the kernel kills its servers (`descendants.die_with_parent`). The
+kill -9 of the driver         the kernel kills its servers: its children by
+                              `descendants.die_with_parent`, and what a `fork_parent.py` has forked
+                              for it by the pipe in `forked_process.py`. The
                               supervisor has adopted everything else, Ray's processes and daemons in
                               sessions of their own too, and kills it (`descendants.end_descendants`).
 Ray's raylet or GCS ends      `ray_watch.py` ends the driver with the cause; the rest as after
@@ -26,6 +28,8 @@ or of a driver without one    Ray's processes then. The driver's `guardian.py`, 
 a rollout worker ends or      Ray ends the worker's process group; the worker's own guardian ends
 is killed                     what user code has put into another session. What has escaped both
                               ends with the incarnation, by the supervisor.
+a process that forks dies     nothing has to: what it has forked goes on, and the next fork starts
+                              another one.
 a gateway process dies        the kernel kills the workers of a dead gateway supervisor
                               (`descendants.die_with_parent`); a dead worker has no children.
 kill -9 of a launch script,   `launch/run_contained.py`, by the same `descendants.py` as the

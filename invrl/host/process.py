@@ -8,18 +8,23 @@ files, never to pipes: a grandchild that outlives its parent would hold a pipe o
 import contextlib
 import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import Protocol
 
 import psutil
 
 from invrl.errors import DeadlineError, ServerError
 from invrl.host.descendants import die_with_parent
+from invrl.host.forked_process import ForkedProcess
 from invrl.host.private_file import open_private
 
+PYTHON_MODULE = (sys.executable, "-m")
+"""How the command of a server begins that a parent may fork; its module and its arguments follow."""
 _KILL_DEADLINE_S = 30.0
 """For a process to be gone after SIGKILL. Giving back gigabytes of memory takes a while."""
 _LOG_TAIL_BYTES = 64_000
@@ -84,10 +89,24 @@ class RestartLimit:
         return allowed
 
 
+class Forks(Protocol):
+    """Of a process that has imported a server's module (`fork_parent.py`)."""
+
+    def fork(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: int,
+        keep: Sequence[int],
+    ) -> ForkedProcess: ...
+
+
 class ServerProcess:
     """A server with its log file. Its process starts when the object is made.
 
-    `keep` holds open file descriptors of ours that the server inherits.
+    `keep` holds open file descriptors of ours that the server inherits. With a `parent`, which has imported
+    the module that `command` runs, the process is forked by that.
     """
 
     grace_s = 5.0
@@ -101,6 +120,7 @@ class ServerProcess:
         log: Path,
         env: Mapping[str, str] | None = None,
         keep: Sequence[int] = (),
+        parent: Forks | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -109,16 +129,21 @@ class ServerProcess:
         if env is not None:
             variables.update(env)
         with open_private(log, append=True) as log_file:
-            self._process = Popen(
-                command,
-                stdin=DEVNULL,
-                stdout=log_file,
-                stderr=STDOUT,
-                env=variables,
-                pass_fds=keep,
-                preexec_fn=die_with_parent,
-                process_group=0,
-            )
+            self._process: Popen[bytes] | ForkedProcess
+            if parent is None:
+                self._process = Popen(
+                    command,
+                    stdin=DEVNULL,
+                    stdout=log_file,
+                    stderr=STDOUT,
+                    env=variables,
+                    pass_fds=keep,
+                    preexec_fn=die_with_parent,
+                    process_group=0,
+                )
+            else:
+                arguments = command[len(PYTHON_MODULE) + 1 :]
+                self._process = parent.fork(name, arguments, variables, log_file.fileno(), keep)
 
     @property
     def pid(self) -> int:
@@ -138,6 +163,8 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""
         if not self.alive():
+            if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
+                raise self._process.not_forked()
             raise ServerError(
                 f"{self.name} ended with code {self._process.returncode}. "
                 f"Last lines of {self.log}:\n{self.log_tail()}"
@@ -164,6 +191,9 @@ class ServerProcess:
 
         Raises ServerError that names what has not ended `_KILL_DEADLINE_S` after SIGKILL.
         """
+        if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
+            self._process.close()
+            return
         family = family_of(self.pid)
         if self.alive():
             self._process.terminate()

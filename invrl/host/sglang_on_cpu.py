@@ -12,7 +12,8 @@ import importlib.util
 import os
 import sys
 import types
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ def make_importable() -> None:
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang's own switch for its CPU paths
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on two busy cores were 7 times slower
+    # The compiler would need a compiler of C++, and its import, at the first decorator, takes a second.
+    torch.compile = _leave_uncompiled  # pyright: ignore
     # Imported first: it makes transformers replace its lazy module once, before we change it.
     from transformers import ProcessorMixin
 
@@ -63,18 +66,23 @@ def make_importable() -> None:
     sys.modules["transformers"].AutoImageProcessor = image_processors  # pyright: ignore
 
 
+def _leave_uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Any:
+    """In place of `torch.compile`: the function itself; without one, a decorator."""
+    if function is None:
+        return lambda decorated: decorated
+    return function
+
+
 def support_seeds() -> None:
     """Let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native attention.
 
-    Call it before SGLang is imported; it does nothing on CUDA. The kernels that make a result independent of
-    the batch are CUDA's. Here a generation is repeated bit for bit only beside the same others, or alone.
+    Does nothing on CUDA. The kernels that make a result independent of the batch are CUDA's. Here a
+    generation is repeated bit for bit only beside the same others, or alone.
     """
     import torch
 
     if torch.cuda.is_available():
         return
-    # SGLang's sampler is compiled on first use, which would need a C++ compiler.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
 

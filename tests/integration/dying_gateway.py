@@ -30,6 +30,9 @@ def die_after_the_first_turn() -> None:
     RunStoreWriter._commit = commit_and_die  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+prepare = gateway_server.prepare
+
+
+def main(arguments: Sequence[str]) -> None:
     die_after_the_first_turn()
-    gateway_server.main()
+    gateway_server.main(arguments)

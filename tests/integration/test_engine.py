@@ -26,6 +26,7 @@ from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import ServerError, SessionError
+from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import LogSettings
 from invrl.types import Sampling
 from invrl.weights.in_engine import LoaderRequest
@@ -248,12 +249,14 @@ async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
     assert await engine.client.answers(deadline_s=300)
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_says_why(engine_parent: ForkParent, tmp_path: Path) -> None:
     """Also in its log, in the lines of our own processes."""
     folder = make_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"no weights")
     log = LogSettings(run="some-run", format="json")
-    server = EngineServer("engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path, log=log)
+    server = EngineServer(
+        "engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path, log=log, parent=engine_parent
+    )
     try:
         with pytest.raises(ServerError, match=r"(?i)safetensor|header"):
             server.wait_ready()
@@ -268,11 +271,13 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", first_quick(["sglang::scheduler", "sglang::detokenizer"]))
 def test_a_process_that_dies_while_the_engine_starts_ends_the_start(
-    name: str, tiny_model: Path, tmp_path: Path
+    name: str, tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     """At once: SGLang's HTTP process, which lives on, took more than a minute to miss its detokenizer."""
     config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=86_400.0)
-    server = EngineServer("engine-y", config, model_path=tiny_model, run_folder=tmp_path)
+    server = EngineServer(
+        "engine-y", config, model_path=tiny_model, run_folder=tmp_path, parent=engine_parent
+    )
     try:
         while not (found := [p for p in server.processes() if p.name() == name]):
             time.sleep(0.01)

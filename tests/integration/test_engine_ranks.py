@@ -16,13 +16,16 @@ from torch_updates import Update
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.errors import ChecksumError
+from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
 from invrl.weights.arena import ArenaHandle
 
 pytestmark = pytest.mark.slow
 
 
-async def test_two_ranks_take_their_slices_and_a_wrong_bit_of_one_rolls_both_back(tmp_path: Path) -> None:
+async def test_two_ranks_take_their_slices_and_a_wrong_bit_of_one_rolls_both_back(
+    engine_parent: ForkParent, tmp_path: Path
+) -> None:
     """515 tokens, so that the vocabulary is padded."""
     model = make_tiny_model(tmp_path / "model", kv_heads=2, vocab_size=515)
     config = EngineConfig(
@@ -32,7 +35,7 @@ async def test_two_ranks_take_their_slices_and_a_wrong_bit_of_one_rolls_both_bac
         engine_health_interval_s=86_400.0,
     )
     shared_memory = set(Path("/dev/shm").glob("sgl_shm_*"))
-    fleet = Fleet(config, model, tmp_path)
+    fleet = Fleet(config, model, tmp_path, parent=engine_parent)
     try:
         await fleet.start()
         engine = fleet.engines["engine-0"]

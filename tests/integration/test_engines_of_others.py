@@ -23,6 +23,7 @@ from invrl.engines.engine_identity import IDENTITY_PATH, sampling_key
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import ServerError
+from invrl.host.fork_parent import ForkParent
 from invrl.host.ports import free_port
 from invrl.host.process import family_of, still_running
 from invrl.interfaces import StagedWeights
@@ -119,7 +120,11 @@ def request() -> GenerateRequest:
 
 
 async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest(
-    start: Callable[[], EngineCommand], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[], EngineCommand],
+    engine_parent: ForkParent,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = await asyncio.to_thread(start)
     config = EngineConfig(
@@ -136,6 +141,7 @@ async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest
         weight_sync=WeightSyncConfig(weight_transport="disk"),
         heartbeat_timeout_s=6.0,
         external_key=KEY,
+        parent=engine_parent,
     )
     sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
     transaction = WeightTransaction(sender, fleet.receivers, canary_prompts=CANARY, bound=FP32)

@@ -23,6 +23,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.routed_experts import ExpertsShape
 from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult, SglangClient
+from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
 from invrl.model_folder import tensor_files
 from invrl.routed_experts import unknown_expert
@@ -62,7 +63,11 @@ MOE_LAYOUTS = [
     ids=["qwen3_moe", "gemma3_text", "glm4_moe", "mistral", "qwen2"],
 )
 async def test_an_engine_computes_what_the_trainer_computes(
-    pool: RankPool, tmp_path: Path, family: str, fields: dict[str, object]
+    pool: RankPool,
+    engine_parent: ForkParent,
+    tmp_path: Path,
+    family: str,
+    fields: dict[str, object],
 ) -> None:
     """The engine starts from the trainer's export in several files. SGLang on CPU pads the experts' sizes to
     a multiple of 64, so they have one here."""
@@ -88,7 +93,7 @@ async def test_an_engine_computes_what_the_trainer_computes(
         engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
     )
     has_experts = read_hf_config(model).experts is not None
-    fleet = Fleet(config, exported, tmp_path / "fleet", record_experts=has_experts)
+    fleet = Fleet(config, exported, tmp_path / "fleet", record_experts=has_experts, parent=engine_parent)
     await fleet.start()
     try:
         await fleet.admit()

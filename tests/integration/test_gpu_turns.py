@@ -19,6 +19,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
+from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.gpu_turns import GpuTurns, SenderThatSleeps
 from invrl.run.weight_updater import WeightUpdater
@@ -68,7 +69,7 @@ Parts = tuple[Fleet, WeightUpdater, GpuTurns, TurnTaking]
 
 
 @pytest.fixture(scope="module")
-async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+async def parts(engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen3"))
     config = EngineConfig(
         num_engines=2,
@@ -77,7 +78,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
         engine_health_interval_s=0.5,
         engine_start_timeout_s=500.0,
     )
-    fleet = Fleet(config, model, tmp_path_factory.mktemp("fleet"), shares_gpus=True)
+    fleet = Fleet(config, model, tmp_path_factory.mktemp("fleet"), shares_gpus=True, parent=engine_parent)
     await fleet.start()
     await fleet.admit()
     try:

@@ -14,6 +14,7 @@ import pytest
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.host.fork_parent import ForkParent
 from invrl.types import Sampling
 
 pytestmark = pytest.mark.slow
@@ -24,11 +25,13 @@ TRIES = 6
 
 
 @pytest.mark.timeout(1200)
-async def test_the_servers_preferences_do_not_reach_our_requests(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_servers_preferences_do_not_reach_our_requests(
+    tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
+) -> None:
     config = EngineConfig(
         engine_dtype="float32", engine_start_timeout_s=900.0, engine_health_interval_s=600.0
     )
-    fleet = Fleet(config, tiny_model, tmp_path)
+    fleet = Fleet(config, tiny_model, tmp_path, parent=engine_parent)
     # As a command-line option it is refused; here it stands for whatever sets defaults in the server.
     fleet._sglang_flags = ["--preferred-sampling-params", json.dumps(PREFERENCES)]
     await fleet.start()

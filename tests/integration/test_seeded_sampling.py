@@ -18,6 +18,7 @@ from test_gateway import ENV_KEY, settings_for
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.host.fork_parent import ForkParent
 from invrl.store.run_store import RunStore
 from invrl.types import Session
 
@@ -69,10 +70,14 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(
-    folder: Path, model: Path, sglang: Mapping[str, str] = ALONE, run_seed: int = 5
+    folder: Path,
+    model: Path,
+    parent: ForkParent,
+    sglang: Mapping[str, str] = ALONE,
+    run_seed: int = 5,
 ) -> AsyncIterator[Served]:
     config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0, seeded_sampling=True)
-    fleet = Fleet(config, model, folder, sglang=sglang)
+    fleet = Fleet(config, model, folder, sglang=sglang, parent=parent)
     await fleet.start()
     try:
         await fleet.admit()
@@ -89,8 +94,10 @@ async def serve(
         await fleet.stop()
 
 
-async def test_a_place_in_the_run_samples_the_same_after_a_restart(tmp_path: Path, tiny_model: Path) -> None:
-    async with serve(tmp_path / "first", tiny_model) as served:
+async def test_a_place_in_the_run_samples_the_same_after_a_restart(
+    tmp_path: Path, tiny_model: Path, engine_parent: ForkParent
+) -> None:
+    async with serve(tmp_path / "first", tiny_model, engine_parent) as served:
         before = await served.places()
         again = await served.rollout("a", attempt=1)
         clients = await served.rollout("a", seed=1234)
@@ -98,7 +105,7 @@ async def test_a_place_in_the_run_samples_the_same_after_a_restart(tmp_path: Pat
     assert len(set(ids)) == 7  # members, groups and attempts differ
     assert all(len(rollout) == len(QUESTIONS) for rollout in before)
     assert clients == before[0]  # in training a client's own seed does not count
-    async with serve(tmp_path / "second", tiny_model) as served:
+    async with serve(tmp_path / "second", tiny_model, engine_parent) as served:
         # in another order: what counts is the place
         assert await served.rollout("a", attempt=1) == again
         assert await served.places() == before

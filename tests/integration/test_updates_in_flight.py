@@ -29,6 +29,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
+from invrl.host.fork_parent import ForkParent
 from invrl.types import Sampling, VersionSpan
 from invrl.weights.config import WeightSyncConfig
 
@@ -122,13 +123,15 @@ def _picked(logits_TV: torch.Tensor, ids: list[int], first: int) -> NDArray[np.f
 
 
 @pytest.fixture(scope="module")
-async def fleet_in_place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def fleet_in_place(
+    tiny_model: Path, engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
     """Its engine starts as this mode needs it."""
     config = EngineConfig.model_validate({"engine_dtype": "float32", "engine_start_timeout_s": 500.0})
     settings = WeightSyncConfig.model_validate(IN_PLACE)
     folder = tmp_path_factory.mktemp("in_place")
     most_running = {"max-running-requests": str(MOST_RUNNING)}
-    fleet = Fleet(config, tiny_model, folder, sglang=most_running, weight_sync=settings)
+    fleet = Fleet(config, tiny_model, folder, sglang=most_running, weight_sync=settings, parent=engine_parent)
     try:
         await fleet.start()
         await fleet.admit()

@@ -35,6 +35,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.engine_server import EngineServer
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
+from invrl.host.fork_parent import ForkParent
 
 OWN_ENGINE_ROWS = [
     EngineRow(fault="killed", transport="arena copy", phase="load"),
@@ -95,12 +96,15 @@ async def test_an_engine_that_ends_or_hangs(
     row: EngineRow,
     tiny_fleet: Fleet,
     tiny_model: Path,
+    engine_parent: ForkParent,
     senders: dict[Transport, FaultySender],
     tmp_path: Path,
 ) -> None:
     config = EngineConfig.model_validate({"engine_dtype": "float32", "engine_start_timeout_s": 500.0})
     async with AsyncExitStack() as stack:
-        server = EngineServer("doomed", config, model_path=tiny_model, run_folder=tmp_path)
+        server = EngineServer(
+            "doomed", config, model_path=tiny_model, run_folder=tmp_path, parent=engine_parent
+        )
         stack.callback(server.stop)
         await asyncio.to_thread(server.wait_ready)
         client = SglangClient(

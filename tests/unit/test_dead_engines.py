@@ -42,6 +42,14 @@ class Deaths:
         return await asyncio.shield(self.future(FakeRouter.made[-1]))
 
 
+class FakeParent:
+    def __init__(self, module: str, *, log: Path) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class FakeServer:
     """An engine's process. `ready` is waited for in a thread, as the real one."""
 
@@ -214,6 +222,7 @@ async def fleet(
     monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
     monkeypatch.setattr(FakeReceiver, "trainer", Trainer(), raising=False)
     monkeypatch.setattr(fleet_module, "EngineServer", FakeServer)
+    monkeypatch.setattr(fleet_module, "ForkParent", FakeParent)
     monkeypatch.setattr(fleet_module, "RouterServer", FakeRouter)
     monkeypatch.setattr(fleet_module, "SglangClient", FakeClient)
     monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})

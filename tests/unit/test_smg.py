@@ -133,11 +133,14 @@ def test_its_engines_have_the_key_that_it_is_called_with(
     commands: dict[str, list[str]] = {}
     keys: dict[str, str] = {}
 
-    def start(self: object, name: str, command: list[str], *, log: Path, env: Mapping[str, str]) -> None:
+    def start(
+        self: object, name: str, command: list[str], *, log: Path, env: Mapping[str, str], **_: object
+    ) -> None:
         commands[name] = command
         keys[name] = env["INVRL_KEY_FLAGS"]
 
     monkeypatch.setattr("invrl.host.process.ServerProcess.__init__", start)
+    monkeypatch.setattr("invrl.engines.fleet.ForkParent", lambda module, log: None)
     settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
     config = resolve(Source(name="test", tables={"engine": settings})).engine
     fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})

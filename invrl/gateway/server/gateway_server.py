@@ -15,14 +15,16 @@ import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
-from invrl.host.process import RestartLimit, ServerProcess
+from invrl.host.process import PYTHON_MODULE, RestartLimit, ServerProcess
 
 _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 5
@@ -56,6 +58,7 @@ class GatewayServer:
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
         """Monotonic seconds: until then environments are told that the run has ended. 0 before `end_run`."""
+        self._parent = ForkParent(self.module, log=log, env=_ENV)
         self.process = self._start()
 
     @property
@@ -97,6 +100,7 @@ class GatewayServer:
 
     def stop(self) -> None:
         self.process.stop()
+        self._parent.stop()
         for listener in self._sockets:
             listener.close()
         os.close(self._heartbeat_file)
@@ -130,8 +134,10 @@ class GatewayServer:
         self._watch.start_over(SUPERVISOR)
         inherited_files = [self._heartbeat_file, *(listener.fileno() for listener in self._sockets)]
         file_arguments = [str(file) for file in inherited_files]
-        command = [sys.executable, "-m", self.module, str(self._settings_file), *file_arguments]
-        return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=inherited_files)
+        command = [*PYTHON_MODULE, self.module, str(self._settings_file), *file_arguments]
+        return ServerProcess(
+            "gateway", command, log=self._log_file, env=_ENV, keep=inherited_files, parent=self._parent
+        )
 
     def _is_healthy(self) -> bool:
         try:
@@ -149,8 +155,14 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ServerError(f"the gateway cannot listen on {host}:{port}: {error}") from error
 
 
-def main() -> None:
-    settings_file, heartbeat_file, *socket_files = sys.argv[1:]
+def prepare() -> None:
+    """Imports what the supervisor and its workers need."""
+    from invrl.gateway.server import supervisor  # noqa: F401
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The supervisor. `arguments`: the settings file, and the descriptors of heartbeats and sockets."""
+    settings_file, heartbeat_file, *socket_files = arguments
     from invrl.gateway.server.supervisor import supervise
 
     settings = GatewaySettings.model_validate_json(Path(settings_file).read_text())
@@ -161,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,7 +2,7 @@
 dies or hangs.
 
 Invariants: the supervisor has no thread and no event loop, so that a fork copies a consistent process.
-Workers die with it, and it dies with the process that started it (PR_SET_PDEATHSIG). The sockets belong to
+Workers die with it (PR_SET_PDEATHSIG), and it dies with the process that asked for it. The sockets belong to
 that process: while nobody accepts, connections wait in the kernel. SIGTERM ends all workers in good order;
 Ctrl-C is handled by the parent process."""
 

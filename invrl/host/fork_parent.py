@@ -1,0 +1,238 @@
+"""A process that has imported a module and forks servers of it: their imports are two thirds of the start of
+an engine on a CPU, and nearly all of the start of a gateway.
+
+`ForkParent` is what others hold of it. Run as a program it is the process itself. The module has two
+functions: `prepare()` imports what any of its servers needs, and `main(arguments)` is one server, which then
+is what `python -m MODULE ARGUMENTS` would be.
+
+Invariants. A forked process dies with the process that asked for it (`forked_process.py`), not with its
+parent, which only forks. A parent that died is started again for the next fork. Requests are kept while it
+imports, so that nobody waits for that.
+
+Not for a module that uses a GPU: CUDA does not survive a fork.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from invrl.host.forked_process import ForkedProcess
+from invrl.host.process import ServerProcess
+
+_OWN_DESCRIPTORS = 3
+"""That go with each request: the socket of its reports, the lifeline, and the log."""
+_MOST_DESCRIPTORS = 200
+"""That a message may carry: Linux has a limit of 253."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a process is to be started with."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    """The working folder."""
+    descriptors: Sequence[int]
+    """The numbers under which it inherits open files."""
+
+
+class ForkParent:
+    """Start it from a thread that lives as long as processes are to be forked."""
+
+    def __init__(self, module: str, *, log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Starts the process. `module`: an import path. `env`: variables that its imports depend on."""
+        self._module = module
+        self._log = log
+        self._env = env or {}
+        self._process, self._requests = self._start()
+
+    def _start(self) -> tuple[ServerProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", __name__, self._module, str(theirs.fileno())]
+            name = f"the process that forks {self._module}"
+            process = ServerProcess(name, command, log=self._log, env=self._env, keep=[theirs.fileno()])
+        return process, ours
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: int,
+        keep: Sequence[int],
+    ) -> ForkedProcess:
+        """Returns at once. `name`: for errors. `log`: an open file for the output; `keep`: open files that the process inherits
+        under the same numbers. It gets copies of all of them."""
+        if not self._process.alive():
+            self.stop()
+            self._process, self._requests = self._start()
+        start = _Start(arguments, environment, os.getcwd(), keep)
+        reports, theirs = socket.socketpair()
+        lifeline, ours = os.pipe()
+        try:
+            reports.sendall(json.dumps(asdict(start)).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it ended just now: so has the process
+                socket.send_fds(self._requests, [b"."], [theirs.fileno(), lifeline, log, *keep])
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        return ForkedProcess(name, reports, ours, self._last_words)
+
+    def _last_words(self) -> str:
+        return f"{self._process.name} ended. Last lines of {self._log}:\n{self._process.log_tail()}"
+
+    def stop(self) -> None:
+        """Ends the process and what it has forked. Idempotent."""
+        self._requests.close()
+        self._process.stop()
+
+
+# ------------------------------------------------------------------ the process itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    pid: int
+    reports: socket.socket
+
+
+class _Forks:
+    """The children of the process, and the socket by which it is asked for more."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._children: dict[int, _Child] = {}
+        """By a descriptor that can be read once the child has ended."""
+
+    def next_start(self) -> _Start | None:
+        """Returns in each process that is forked, with what it starts with. Returns None in the parent, once
+        nobody is left to ask."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._requests:
+                    self._collect(key.fd)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
+                if not message:
+                    return None
+                start = self._fork(descriptors)
+                if start is not None:
+                    return start
+
+    def _fork(self, descriptors: Sequence[int]) -> _Start | None:
+        """Returns what the process starts with, in that process; None in the parent."""
+        reports = socket.socket(fileno=descriptors[0])
+        with reports.makefile("rb") as lines:
+            start = _Start(**json.loads(lines.readline()))
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            reports.detach()
+            _take_over(descriptors, start.descriptors)
+            return start
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        process = os.pidfd_open(pid)
+        self._children[process] = _Child(pid, reports)
+        self._selector.register(process, selectors.EVENT_READ)
+        _tell(reports, pid)
+        return None
+
+    def _leave(self) -> None:
+        """In a fork: closes what belongs to the parent and its other children."""
+        self._selector.close()
+        self._requests.close()
+        for process, child in self._children.items():
+            os.close(process)
+            child.reports.close()
+
+    def _collect(self, process: int) -> None:
+        child = self._children.pop(process)
+        self._selector.unregister(process)
+        os.close(process)
+        _, status = os.waitpid(child.pid, 0)
+        _tell(child.reports, os.waitstatus_to_exitcode(status))
+        child.reports.close()
+
+
+def _tell(reports: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody wants to know any more
+        reports.sendall(b"%d\n" % number)
+
+
+def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """In a fork: makes the log its output, and gives the files behind it their `numbers`. The copy of the
+    socket of its reports stays open, so that the death of the parent alone is no end of the reports."""
+    os.setpgid(0, 0)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers, default=0) + 100) for file in descriptors]
+    for file in descriptors:
+        os.close(file)
+    _, lifeline, log, *inherited = moved
+    _die_with_writer(lifeline)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(log, output.fileno())
+    os.close(log)
+    for file, number in zip(inherited, numbers, strict=True):
+        if os.path.lexists(f"/proc/self/fd/{number}"):
+            raise RuntimeError(f"descriptor {number} is taken in the process that forks")
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _die_with_writer(lifeline: int) -> None:
+    """Lets the kernel kill this process when the last writing end of the pipe closes."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    hang_up = select.poll()
+    hang_up.register(lifeline, 0)
+    if hang_up.poll(0):  # it closed before that
+        os._exit(1)
+
+
+def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) -> None:
+    """In a fork. `prepared`: the variables that the module has set for its servers."""
+    import setproctitle
+
+    command = [sys.executable, "-m", module, *start.arguments]
+    setproctitle.setproctitle(" ".join(command))  # before the environment changes, beside which it is kept
+    os.environ.clear()
+    os.environ.update({**start.environment, **prepared})
+    os.chdir(start.folder)
+    tempfile.tempdir = None  # that of the parent's environment
+
+
+def main(module: str, descriptor: int) -> None:
+    """Imports the module, and serves whoever has the other end of the socket `descriptor`."""
+    inherited = dict(os.environ)
+    program: Any = importlib.import_module(module)
+    program.prepare()
+    prepared = {name: value for name, value in os.environ.items() if inherited.get(name) != value}
+    start = _Forks(socket.socket(fileno=descriptor)).next_start()
+    if start is not None:
+        _set_environment(module, start, prepared)
+        program.main(start.arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
