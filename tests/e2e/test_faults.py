@@ -27,6 +27,7 @@ ADDRESS = ("127.0.0.1", 0)
 FAULTS = {
     "worker": "rollout",
     "engine": "sync",
+    "fork parent": "sync",
     "trainer": "train",
     "router": "rollout",
     "gateway": "train",
@@ -108,7 +109,7 @@ class Trusting(BaseHTTPRequestHandler):
 @pytest.mark.parametrize("role", FAULTS)
 def test_the_run_trains_on(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
-    recovers = ("worker", "gateway", "router")
+    recovers = ("worker", "gateway", "router", "fork parent")
     outcomes = {"supervisor": "resumed", **dict.fromkeys(recovers, "recovered")}
     expected = outcomes.get(role, "restarted")
     assert fault.outcome == expected
