@@ -163,7 +163,9 @@ def part_of(batch: TrainBatch, whole: TrainBatch, arrays: Sequence[Floats]) -> l
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "one process", "PP"))
-def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
+def test_two_steps_of_critic_and_policy_equal_float64(
+    pool: RankPool, model: Path, layout: ParallelLayout
+) -> None:
     takes_two_exact_steps(pool, model, layout)
 
 
@@ -178,7 +180,7 @@ def test_two_steps_of_critic_and_policy(pool: RankPool, model: Path, layout: Par
     ),
     ids=["experts, EP", "experts, PP", "interleaved stages"],
 )
-def test_experts_and_interleaved_stages(
+def test_critic_with_experts_and_interleaved_stages_equals_float64(
     pool: RankPool, tmp_path: Path, family: str, layout: ParallelLayout
 ) -> None:
     deep = make_family_model(tmp_path / "model", family, num_hidden_layers=4)
@@ -275,7 +277,7 @@ def without_head(gradients: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "TP"))
 @pytest.mark.parametrize("tied", first_quick([False, True]), ids=["untied", "tied"])
-def test_values_are_those_of_the_last_hidden_states(
+def test_critic_values_are_a_projection_of_the_last_hidden_states(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout, tied: bool
 ) -> None:
     model = make_tiny_model(tmp_path / "model", tie_embeddings=tied)
@@ -298,7 +300,7 @@ def test_values_are_those_of_the_last_hidden_states(
         assert relative(values_T[sample.loss_mask_T], exact_N.astype(np.float32)) < BOUND
 
 
-def test_shared_prefixes_change_no_value(pool: RankPool, model: Path) -> None:
+def test_sharing_prefixes_changes_no_critic_value(pool: RankPool, model: Path) -> None:
     values: list[list[NDArray[np.float32]]] = []
     for shared in (True, False):
         train = EXACT.model_copy(update={"share_prefixes": shared})
@@ -309,7 +311,9 @@ def test_shared_prefixes_change_no_value(pool: RankPool, model: Path) -> None:
         assert with_sharing_T == pytest.approx(alone_T, rel=1e-4, abs=1e-6)
 
 
-def test_the_critic_begins_as_the_model_that_is_given(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_critic_begins_with_the_weights_of_its_model_folder(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1)
     trainer = pool.build(model, train=EXACT, algorithm=PPO, weights={"critic_path": str(other)})
     body = trainer.critic_weights()
@@ -322,7 +326,7 @@ def test_the_critic_begins_as_the_model_that_is_given(pool: RankPool, model: Pat
     assert not np.array_equal(body[name], trainer.weights()[name])
 
 
-def test_a_warm_up_leaves_the_policy_as_it_is(pool: RankPool, model: Path) -> None:
+def test_critic_warm_up_does_not_change_the_policy(pool: RankPool, model: Path) -> None:
     train = EXACT.model_copy(update={"critic_warmup_steps": 2})
     trainer = pool.build(model, train=train, algorithm=PPO)
     policy, critic = trainer.weights(), trainer.critic_weights()
@@ -380,7 +384,7 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_loaded_by_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_critic_checkpoint_is_loaded_by_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
     trainer = pool.build(model, layout=ParallelLayout(tensor=2), train=EXACT, algorithm=PPO)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
@@ -394,7 +398,7 @@ def test_a_checkpoint_is_loaded_by_another_layout(pool: RankPool, model: Path, t
         assert gap < BOUND, name
 
 
-def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
     pool.build(model, train=EXACT).each("save", str(tmp_path / "saved"))
     trainer = pool.build(model, train=EXACT, algorithm=PPO)
     with pytest.raises(TrainError, match="holds no critic"):
@@ -402,7 +406,9 @@ def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, t
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_a_reward_that_is_not_finite_changes_nothing(pool: RankPool, model: Path, ranks: int) -> None:
+def test_reward_that_is_not_finite_changes_neither_critic_nor_policy(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
     """Of two ranks one has the bad token."""
     trainer = pool.build(model, ranks=ranks, train=EXACT, algorithm=PPO)
     trainer.train(BATCHES[0])

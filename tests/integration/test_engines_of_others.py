@@ -118,7 +118,7 @@ def request() -> GenerateRequest:
     )
 
 
-async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest(
+async def test_external_engine_that_died_returns_with_the_newest_version(
     start: Callable[[], EngineCommand], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = await asyncio.to_thread(start)

@@ -61,7 +61,7 @@ MOE_LAYOUTS = [
     ),
     ids=["qwen3_moe", "gemma3_text", "glm4_moe", "mistral", "qwen2"],
 )
-async def test_an_engine_computes_what_the_trainer_computes(
+async def test_engine_of_each_family_computes_the_trainers_logprobs(
     pool: RankPool, tmp_path: Path, family: str, fields: dict[str, object]
 ) -> None:
     """The engine starts from the trainer's export in several files. SGLang on CPU pads the experts' sizes to

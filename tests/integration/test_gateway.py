@@ -98,7 +98,7 @@ def exact(path: list[Turn]) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
+async def test_second_turn_continues_the_exact_ids_of_the_first_turn(
     http: httpx.AsyncClient, store: RunStore, tiny_model: Path, router_client: SglangClient, stream: bool
 ):
     session = await open_session(http)
@@ -145,7 +145,7 @@ async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_tokens_of_a_greedy_reply_begin_with_the_sampled_ones(
+async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
     http: httpx.AsyncClient, store: RunStore, router_client: SglangClient, stream: bool
 ):
     session = await open_session(http, purpose="serve")
@@ -164,14 +164,14 @@ async def test_the_likeliest_tokens_of_a_greedy_reply_begin_with_the_sampled_one
         assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1  # 20 of 512 alike would have 0.04
 
 
-async def test_what_the_router_would_drop_is_refused(http: httpx.AsyncClient):
+async def test_parameter_that_the_router_would_drop_is_refused(http: httpx.AsyncClient):
     session = await open_session(http, purpose="serve")
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         await client.chat.completions.create(model="tiny", messages=[ASK], logit_bias={"2": 100})
 
 
-async def test_stop_strings_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
+async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
     session = await open_session(http, purpose="serve")
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
     create = client.chat.completions.create
@@ -193,7 +193,7 @@ async def test_stop_strings_of_a_real_engine(http: httpx.AsyncClient, store: Run
         assert (shown, reason) == (text[: text.index(stop)], "stop")
 
 
-async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient, store: RunStore):
+async def test_gateway_streams_tokens_as_they_are_sampled(http: httpx.AsyncClient, store: RunStore):
     """The third event is there before the last token is: a turn is stored before its stream ends."""
     for _ in range(8):  # a random model may end its turn at once
         session = await open_session(http, purpose="serve", sampling={"max_new_tokens": 400})
@@ -209,7 +209,9 @@ async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient
     raise AssertionError("no stream of eight began before its turn had ended")
 
 
-def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
+def test_synchronous_openai_client_works_and_a_wrong_key_is_refused(
+    gateway: GatewayServer, settings: GatewaySettings
+):
     def post(path: str, body: dict) -> httpx.Response:
         headers = {"authorization": f"Bearer {ENV_KEY}"}
         return httpx.post(gateway.url + path, json=body, headers=headers, timeout=120)
@@ -239,7 +241,9 @@ def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
         stranger.models.list()
 
 
-async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):
+async def test_full_gateway_answers_429_and_a_dead_fleet_503(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
+):
     settings = settings_for(
         tiny_fleet, tiny_model, tmp_path, router_url="http://127.0.0.1:9", max_open_sessions=1
     )
@@ -263,7 +267,7 @@ async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model:
     assert not server.process.alive()
 
 
-async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
+async def test_waiting_lease_gets_no_task_when_the_gateway_ends(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
 ):
     settings = settings_for(tiny_fleet, tiny_model, tmp_path, leases=True)
@@ -291,7 +295,7 @@ async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
     assert (answer.status_code, answer.json()) == (200, {"lease": None, "ended": False})
 
 
-async def test_many_sessions_at_once_never_mix(http: httpx.AsyncClient, store: RunStore):
+async def test_concurrent_sessions_never_mix(http: httpx.AsyncClient, store: RunStore):
     sessions = [await open_session(http, group_id=f"g{n}") for n in range(12)]
 
     async def agent(number: int, session: Session) -> None:

@@ -156,7 +156,7 @@ async def check_exact(agent: Agent, engine: FakeEngine, store: RunStore, encode)
         assert recorded[turn_id].sampled_ids_T.tolist() == replies[turn_id]
 
 
-async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
+async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_the_supervisor(
     tiny_model: Path, tmp_path: Path
 ):
     limits = httpx.Limits(max_connections=None)
@@ -214,7 +214,7 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
 
 
 @pytest.mark.parametrize("stream", first_quick([True, False]))
-async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_client_gets(
+async def test_client_gets_the_turn_that_was_committed_just_before_the_worker_died(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ):
     monkeypatch.setattr(GatewayServer, "module", "dying_gateway")
@@ -240,7 +240,7 @@ async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_clien
             await check_exact(agent, engine, store, encode)
 
 
-async def test_a_gateway_that_cannot_live_says_so(tiny_model: Path, tmp_path: Path):
+async def test_gateway_that_cannot_load_its_model_reports_the_reason(tiny_model: Path, tmp_path: Path):
     async with FakeEngine(random_reply()) as engine:
         settings = settings_for(engine, tmp_path / "no-model", tmp_path)
         server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
@@ -251,7 +251,7 @@ async def test_a_gateway_that_cannot_live_says_so(tiny_model: Path, tmp_path: Pa
             await asyncio.to_thread(server.stop)
 
 
-async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tmp_path: Path):
+async def test_no_gateway_process_outlives_its_starter(tiny_model: Path, tmp_path: Path):
     async with FakeEngine(random_reply()) as engine:
         (tmp_path / "settings.json").write_text(
             settings_for(engine, tiny_model, tmp_path, gateway_workers=2).to_json()

@@ -48,7 +48,7 @@ async def talk(
 
 
 @pytest.mark.parametrize("number", first_quick([0, 1]))
-async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
+async def test_stopped_gateway_worker_is_replaced_and_its_sessions_continue(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ):
     async with FakeEngine(random_reply(tokens=6)) as engine:
@@ -77,7 +77,7 @@ async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
             await talk(server, tmp_path, engine, tiny_model, sessions=GROUP)
 
 
-async def test_a_stopped_supervisor_is_named_and_replaced(
+async def test_stopped_gateway_supervisor_is_named_and_replaced(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
@@ -100,7 +100,7 @@ async def test_a_stopped_supervisor_is_named_and_replaced(
                 await Agent(0, session, http).run()
 
 
-async def test_a_worker_whose_event_loop_hangs_is_replaced(
+async def test_gateway_worker_with_a_hung_event_loop_is_replaced(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It lives, and no signal tells: only its beats stop."""

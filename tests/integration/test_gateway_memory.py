@@ -46,7 +46,9 @@ async def push_body(port: int, path: str, key: str) -> None:
         ]
     ),
 )
-async def test_forty_bodies_without_a_key_cost_next_to_nothing(tiny_model: Path, tmp_path: Path, path: str):
+async def test_forty_large_bodies_without_a_key_cost_the_gateway_no_memory(
+    tiny_model: Path, tmp_path: Path, path: str
+):
     async with FakeEngine(random_reply()) as engine:
         settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
         async with serving(settings, tmp_path) as server:

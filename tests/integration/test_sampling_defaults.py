@@ -24,7 +24,9 @@ TRIES = 6
 
 
 @pytest.mark.timeout(1200)
-async def test_the_servers_preferences_do_not_reach_our_requests(tiny_model: Path, tmp_path: Path) -> None:
+async def test_sampling_preferences_of_the_server_do_not_change_training_requests(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     config = EngineConfig(
         engine_dtype="float32", engine_start_timeout_s=900.0, engine_health_interval_s=600.0
     )

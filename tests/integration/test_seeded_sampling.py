@@ -89,7 +89,9 @@ async def serve(
         await fleet.stop()
 
 
-async def test_a_place_in_the_run_samples_the_same_after_a_restart(tmp_path: Path, tiny_model: Path) -> None:
+async def test_seeded_rollout_samples_the_same_tokens_after_a_restart(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     async with serve(tmp_path / "first", tiny_model) as served:
         before = await served.places()
         again = await served.rollout("a", attempt=1)

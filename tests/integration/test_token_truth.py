@@ -60,7 +60,7 @@ def stopped(recorded: Recorded) -> list[StoredTurn]:
     return [turn for turn in recorded.turns if turn.finish_reason == "stop" and turn.id in seen]
 
 
-def test_the_load_did_what_agents_do(recorded: Recorded):
+def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(recorded: Recorded):
     did = recorded.load.did
     for step in (
         "plain",
@@ -82,7 +82,7 @@ def test_the_load_did_what_agents_do(recorded: Recorded):
     assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
 
 
-def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: Path):
+def test_judge_finds_one_token_changed_in_the_store(recorded: Recorded, tmp_path: Path):
     copy = tmp_path / "run.sqlite"
     with sqlite3.connect(recorded.store) as source, sqlite3.connect(copy) as target:
         source.backup(target)
@@ -97,7 +97,7 @@ def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: P
 
 
 @pytest.mark.parametrize("field", ["ids", "logprobs", "spans", "input_ids"])
-def test_one_value_changed_on_the_wire_is_found(recorded: Recorded, field: str):
+def test_judge_finds_one_value_changed_on_the_wire(recorded: Recorded, field: str):
     rid = next(turn.id for turn in stopped(recorded) if len(turn.sampled_ids) > 1)
     at = next(n for n, one in enumerate(recorded.wire) if one.rid == rid)
     value = list(getattr(recorded.wire[at], field))
@@ -108,7 +108,7 @@ def test_one_value_changed_on_the_wire_is_found(recorded: Recorded, field: str):
     assert {"input_ids": "prompt"}.get(field, field) in found
 
 
-def test_other_plants_are_found(recorded: Recorded):
+def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
     turn = next(turn for turn in stopped(recorded) if turn.parent_id)
     at = recorded.turns.index(turn)
     tail = [*turn.context_ids[:-1], turn.context_ids[-1] ^ 1]
@@ -144,7 +144,7 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
 
 
-def test_a_thinking_model_is_proved_as_the_others_are(thinking: Recorded):
+def test_judge_covers_thinking_models(thinking: Recorded):
     sent, refusing = thinking.load.sent, thinking.load.unthinking
     verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
@@ -184,7 +184,9 @@ def rewritten(recorded: Recorded, turn: StoredTurn) -> bool:
     return not whole.startswith(reference.text(messages[:depth], tools, head=False))
 
 
-async def test_a_real_engine_through_the_real_router(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):
+async def test_tokens_of_a_real_engine_behind_the_router_match_the_store(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
+):
     async with real_stack(tmp_path, tiny_model, tiny_fleet) as stack:
         load = Load(stack=stack, turns=40, at_once=8, session_turns=4, max_tokens=12)
         await load.run()

@@ -161,7 +161,7 @@ def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
 
 
 @every_route
-async def test_bad_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
+async def test_malformed_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
     [session] = await gateway.open()
     for name, body in bodies(route):
         answer = await gateway.http.post(session.base_url + route.path, content=body)
@@ -175,7 +175,7 @@ async def test_bad_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
 
 
 @every_route
-async def test_an_absurd_limit_is_bounded_by_the_sessions(gateway: Running, route: Route):  # noqa: F811
+async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Running, route: Route):  # noqa: F811
     if not route.limit:
         return
     [session] = await gateway.open(sampling={"max_new_tokens": 5})
@@ -187,7 +187,7 @@ async def test_an_absurd_limit_is_bounded_by_the_sessions(gateway: Running, rout
 
 
 @every_route
-async def test_keys_of_others_guessed_and_of_the_finished_are_401(gateway: Running, route: Route):  # noqa: F811
+async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Running, route: Route):  # noqa: F811
     mine, other = await gateway.open(members=2)
     url = gateway.url + "/v1" + route.path
 
@@ -209,7 +209,7 @@ async def test_keys_of_others_guessed_and_of_the_finished_are_401(gateway: Runni
     assert gateway.turns(other) == []
 
 
-async def test_ten_thousand_guessed_keys_are_401_over_http(gateway: Running):  # noqa: F811
+async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):  # noqa: F811
     """2,000 at each route, on kept connections, while a session is open that none of them is of."""
     [session] = await gateway.open()
     prefix = session.key[:-8]  # the guesses share all but the last 8 characters with a real key
@@ -274,7 +274,7 @@ LONG = f"content-length: {2**40}"
 
 @every_route
 @pytest.mark.parametrize("head", first_quick([CHUNKED, LONG]))
-async def test_a_hundred_megabytes_are_413(
+async def test_body_of_a_hundred_megabytes_is_413(
     gateway: Running,  # noqa: F811
     route: Route,
     head: str,
@@ -289,7 +289,7 @@ async def test_a_hundred_megabytes_are_413(
 
 
 @every_route
-async def test_an_upload_that_never_ends_is_408_and_then_closed(
+async def test_endless_upload_is_408_and_its_connection_is_closed(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811
@@ -306,7 +306,7 @@ async def test_an_upload_that_never_ends_is_408_and_then_closed(
         route.check(upload.answer(), 408, "timeout")
 
 
-async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
+async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     gateway: Running,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -343,7 +343,7 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
 # ------------------------------------------------------------------ sessions
 
 
-async def test_rewards_that_are_none_and_of_others(gateway: Running):  # noqa: F811
+async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gateway: Running):  # noqa: F811
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
     route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
@@ -362,7 +362,7 @@ async def test_rewards_that_are_none_and_of_others(gateway: Running):  # noqa: F
     assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.5
 
 
-async def test_an_opening_that_cannot_be_read_goes_to_some_worker(
+async def test_unreadable_session_opening_is_answered_by_any_worker(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811

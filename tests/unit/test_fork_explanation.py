@@ -73,7 +73,7 @@ class Session:
         return explanations[turn_id]
 
 
-def test_an_edited_reply_is_shown_beside_the_recorded_one() -> None:
+def test_edited_reply_is_shown_with_the_recorded_reply() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
@@ -110,7 +110,7 @@ def test_a_changed_system_message_is_named() -> None:
     assert found.from_turn == ""
 
 
-def test_a_first_request_with_another_system_message_is_a_new_conversation_that_says_so() -> None:
+def test_first_request_with_another_system_message_is_explained_as_a_new_conversation() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     found = session.explained(session.say([Message("system", "You add!"), ASK], REPLY_2))
@@ -135,7 +135,7 @@ def test_changed_tools_are_named() -> None:
     assert (defined.change.recorded.strip(), defined.change.sent.strip()) == ("add: adds", "add: adds two")
 
 
-def test_whitespace_alone_is_said_to_be_whitespace() -> None:
+def test_change_of_whitespace_is_explained_as_whitespace() -> None:
     session = Session()
     session.say([Message("system", "a\n\nb"), ASK], REPLY)
     found = session.explained(session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2))

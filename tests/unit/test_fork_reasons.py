@@ -109,7 +109,7 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
 
 
 @pytest.mark.parametrize("reason", CHANGED)
-async def test_how_a_request_departed_is_known_after_a_restart(
+async def test_fork_explanation_survives_a_restart(
     tmp_path: Path, model: Path, reason: ForkReason, monkeypatch: pytest.MonkeyPatch
 ):
     """It is found again when somebody asks: of a session that departs in every turn it takes seconds, in

@@ -97,7 +97,7 @@ RICH: dict[str, dict[str, Any]] = {
 """For each route, a request with most of what it takes."""
 
 
-async def test_what_openapi_shows_holds_for_generated_requests(
+async def test_generated_requests_are_answered_as_openapi_says(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811

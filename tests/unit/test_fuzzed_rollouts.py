@@ -421,7 +421,7 @@ class Loop:
     ("form", "reward_form", "share"),
     first_quick([("async_form", True, 0.2), ("async_form", False, 0.6), ("sync_form", False, 0.2)]),
 )
-async def test_no_rollout_crashes_the_run_or_reaches_the_optimizer_with_bad_numbers(
+async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimizer_with_bad_numbers(
     form: str,
     reward_form: bool,
     share: float,

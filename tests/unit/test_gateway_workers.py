@@ -134,7 +134,7 @@ async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Wo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_reaches_the_owner(workers: Workers, stream: bool):
+async def test_client_disconnect_reaches_the_worker_that_owns_the_session(workers: Workers, stream: bool):
     workers.engine.holds = lambda count: count > 20
     workers.engine.script = lambda _: list(range(10, 60))
     [session] = await workers.at[1].open()
@@ -150,7 +150,7 @@ async def test_a_disconnect_reaches_the_owner(workers: Workers, stream: bool):
     assert not any(turn.delivered for turn in workers.at[1].turns(session))
 
 
-async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
+async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
     [session], [other] = await workers.at[1].open(), await workers.at[0].open()
     client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
     with pytest.raises(openai.NotFoundError) as missing:
@@ -171,7 +171,7 @@ async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
     assert answer.status_code == 401
 
 
-async def test_opening_again_under_one_id_gets_the_same_sessions(
+async def test_repeated_opening_under_one_request_id_returns_the_same_sessions(
     workers: Workers, model: Path, renderer: Renderer
 ):
     opened = await workers.at[0].open(members=2, request_id="first")
@@ -198,7 +198,7 @@ async def test_admission_counts_the_sessions_of_all_workers(workers: Workers):
     await workers.at[0].open()
 
 
-async def test_a_child_lives_with_its_parent_whoever_is_asked(workers: Workers):
+async def test_child_session_is_owned_by_the_worker_of_its_parent(workers: Workers):
     [parent] = await workers.at[1].open()
     for asked, name in ((0, "one"), (1, "one"), (0, "")):
         body = {"request_id": name}
@@ -211,7 +211,7 @@ async def test_a_child_lives_with_its_parent_whoever_is_asked(workers: Workers):
     assert (await workers.at[0].env("/metrics?worker=own")).json()["sessions"] == {}
 
 
-async def test_fractions_are_of_the_tokens_of_all_workers(workers: Workers):
+async def test_metric_fractions_are_over_the_tokens_of_all_workers(workers: Workers):
     sampled = {}
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
@@ -228,7 +228,7 @@ async def test_fractions_are_of_the_tokens_of_all_workers(workers: Workers):
     assert (await workers.at[0].env("/metrics?worker=own")).json()["trained_fraction"] == 0.0
 
 
-async def test_metrics_are_those_of_all_workers(workers: Workers):
+async def test_metrics_sum_over_all_workers(workers: Workers):
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
         for session in sessions:
@@ -240,7 +240,7 @@ async def test_metrics_are_those_of_all_workers(workers: Workers):
     assert (await workers.at[1].env("/metrics", key="guess")).status_code == 401
 
 
-def test_merging_adds_up_but_for_lag():
+def test_merged_worker_metrics_add_up_except_for_the_lag():
     parts = [
         {"run_id": "r", "loop_lag_ms": {"max": lag}, "turns": {"stop": 1, name: 2}}
         for lag, name in ((1.5, "length"), (0.5, "abort"))
@@ -278,7 +278,7 @@ async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer
             await both.stop()
 
 
-async def test_what_a_dead_owner_did_not_answer_goes_to_its_successor(
+async def test_request_unanswered_by_a_dead_worker_goes_to_its_successor(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     owner = DyingOwner(2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok")
@@ -289,7 +289,7 @@ async def test_what_a_dead_owner_did_not_answer_goes_to_its_successor(
         assert "then" not in answer.headers.get_list("date")
 
 
-async def test_an_answer_that_breaks_off_at_the_owner_breaks_off(
+async def test_reply_broken_off_by_the_owning_worker_is_broken_off(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     owner = DyingOwner(0, b"HTTP/1.1 200 Fine\r\ncontent-length: 99\r\n\r\nhalf")
@@ -299,7 +299,7 @@ async def test_an_answer_that_breaks_off_at_the_owner_breaks_off(
         assert len(owner.heard) == 1
 
 
-async def test_an_owner_that_stays_dead_is_a_503_that_clients_retry(
+async def test_dead_owning_worker_is_a_503_that_clients_retry(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(forwarder, "_SUCCESSOR_S", 0.2)
@@ -309,7 +309,7 @@ async def test_an_owner_that_stays_dead_is_a_503_that_clients_retry(
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_unavailable")
 
 
-def test_the_place_reads_names():
+def test_owning_worker_is_read_from_the_name_of_a_session_or_key():
     place = WorkerPlace(number=1, urls=("a", "b"))
     assert [place.owner(name) for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")] == [
         1, 0, None, None, None, None,

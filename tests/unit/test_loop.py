@@ -78,7 +78,7 @@ class FixedSteps:
 
 
 @pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_its_version(
+async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version(
     steps: list[int],
 ) -> None:
     observer, buffer, synced = Notes(), EmptyBatches(), list[int]()
@@ -104,7 +104,7 @@ async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_it
     assert buffer.versions == [1, 2, 3]
 
 
-async def test_a_batch_is_assembled_beside_the_event_loop() -> None:
+async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
     """What the run is watched by goes on meanwhile: here it is what lets the assembling end."""
     watched = threading.Event()
 
@@ -140,7 +140,7 @@ class Clock:
         ({}, [5]),
     ],
 )
-async def test_checkpoints_come_by_the_schedule_and_last(
+async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
     schedule: dict[str, float], expected: list[int]
 ) -> None:
     """A step takes 10 s."""
@@ -172,7 +172,7 @@ async def test_checkpoints_come_by_the_schedule_and_last(
     assert [step for step, row in observer.rows.items() if "time/checkpoint_s" in row] == expected
 
 
-def test_the_time_of_a_step_is_without_its_checkpoint() -> None:
+def test_step_time_excludes_the_checkpoint() -> None:
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=())
     seconds = {"rollout": 4.0, "train": 2.0, "sync": 1.0, "checkpoint": 20.0}
     values = resolve(time_metrics(seconds, taken, 10.0), "time/")

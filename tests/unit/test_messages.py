@@ -131,7 +131,7 @@ def assert_exact(gateway: Running, session: Session) -> None:
         path += turn.sampled_ids_T.tolist()
 
 
-async def test_a_stream_begins_with_what_was_cached(
+async def test_message_start_reports_the_cached_tokens(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811
@@ -161,7 +161,7 @@ async def test_a_stream_begins_with_what_was_cached(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
     [session] = await gateway.open()
     says(gateway, renderer, "<think>multiply</think>Let me see." + CALL, TWO, "It is 156.")
     options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
@@ -201,7 +201,9 @@ async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_behind_a_call_is_told_and_comes_back(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+async def test_text_after_a_call_is_returned_and_can_be_sent_back(
+    gateway: Running, renderer: Renderer, stream: bool  # noqa: F811
+):
     [session] = await gateway.open()
     says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
     options = {"tools": [CALC], "stream": stream}
@@ -216,7 +218,7 @@ async def test_text_behind_a_call_is_told_and_comes_back(gateway: Running, rende
     assert_exact(gateway, session)
 
 
-async def test_what_a_stream_tells_is_the_whole_answer(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_streamed_message_equals_the_whole_message(gateway: Running, renderer: Renderer):  # noqa: F811
     replies = [
         "plain ünïcödé 🙂",
         "<think>hm\n</think>\n\nSo.",
@@ -255,7 +257,7 @@ def answer_shows(thinking: Mapping[str, object] | None) -> bool:
     return thinking is not None and thinking["type"] != "disabled"
 
 
-async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running, renderer: Renderer):  # noqa: F811
     [session] = await gateway.open()
     says(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
@@ -278,7 +280,9 @@ async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # 
     assert_exact(gateway, session)
 
 
-async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+async def test_stop_reasons_and_stop_sequences_of_messages(
+    gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+):
     [session] = await gateway.open()
     says(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
@@ -300,7 +304,7 @@ async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch
         assert len(gateway.engine.requests) == asked  # told again from the recorded turn
 
 
-async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_parameters_reach_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
     [session] = await gateway.open(purpose="serve")
     says(gateway, renderer, '{"x": 1}')
     await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
@@ -324,7 +328,7 @@ async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Ren
         assert [block["type"] for block in answer["content"]] == ["text"]
 
 
-async def test_how_messages_reach_the_template(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, renderer: Renderer):  # noqa: F811
     [session] = await gateway.open()
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"}
     parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
@@ -344,7 +348,7 @@ async def test_how_messages_reach_the_template(gateway: Running, renderer: Rende
     assert shown == whole
 
 
-async def test_a_call_that_was_cut_off_shows_what_can_be_read(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_truncated_call_shows_its_readable_arguments(gateway: Running, renderer: Renderer):  # noqa: F811
     from invrl.gateway.dialects.messages import _input
 
     assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
@@ -356,7 +360,7 @@ async def test_a_call_that_was_cut_off_shows_what_can_be_read(gateway: Running, 
     assert message["stop_reason"] in ("end_turn", "tool_use")
 
 
-async def test_a_stream_that_breaks_ends_with_an_error_event(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer: Renderer):  # noqa: F811
     [session] = await gateway.open()
     says(gateway, renderer, "Hello")
     gateway.engine.abort_next = True
@@ -427,7 +431,7 @@ _RAW = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
+async def test_bad_messages_body_is_a_400_in_anthropics_shape(gateway: Running):
     [session] = await gateway.open()
     good = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
     bodies = _RAW | {name: json.dumps(good | change).encode() for name, change in _BAD.items()}
@@ -442,7 +446,7 @@ async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
     assert gateway.engine.requests == []
 
 
-async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running):
+async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: Running):
     [session] = await gateway.open()
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}

@@ -55,7 +55,7 @@ class Failing(Sink):
         raise OSError("disk full")
 
 
-def test_jsonl_has_one_row_a_step_at_once(tmp_path: Path) -> None:
+def test_jsonl_sink_writes_each_step_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     sink.step(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
     (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
@@ -65,7 +65,7 @@ def test_jsonl_has_one_row_a_step_at_once(tmp_path: Path) -> None:
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
-def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_the_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path)
@@ -88,7 +88,7 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_a_failing_sink_is_logged_once_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_sink_is_logged_once_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failing, good = Failing(), JsonlSink(tmp_path / "m.jsonl")
     sinks = RunObserver([failing, good])
     with caplog.at_level(logging.ERROR):
@@ -104,7 +104,7 @@ def opened(folder: Path, config: Config) -> RunObserver:
     return RunObserver(open_sinks(RunFolder(path=folder), config))
 
 
-def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path) -> None:
+def test_sink_that_cannot_open_is_removed(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     sinks = opened(tmp_path, resolve())
     sinks.step(1, {"a": 1.0})
@@ -178,7 +178,7 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
     assert f"no network at {at}" in message
 
 
-def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) -> None:
+def test_hung_sink_does_not_hold_up_the_run(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
     sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_timeout_s=0.05)])
     sinks.step(0, {})
@@ -192,7 +192,7 @@ def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) ->
     inner.go.set()
 
 
-def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
+def test_hung_sink_does_not_hold_up_the_end_of_the_process() -> None:
     code = """
 import threading
 from invrl.observe.sinks import RunObserver, ThreadedSink
@@ -391,7 +391,7 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("uri", ["some/path", "file:///some/path", "sqlite:///mlflow.db"])
-def test_an_mlflow_store_that_would_log_nothing_is_refused_with_what_to_give_instead(
+def test_mlflow_store_that_would_log_nothing_is_refused_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uri: str
 ) -> None:
     """The package in use is mlflow-skinny, without the packages of databases."""
@@ -406,7 +406,7 @@ def test_an_mlflow_store_that_would_log_nothing_is_refused_with_what_to_give_ins
     check_trackers(configured(mlflow_tracking_uri="http://127.0.0.1:1").run)
 
 
-def test_a_sink_that_fails_is_told_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_sink_is_reported_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Sink):
         def step(self, step: int, values: Mapping[str, float]) -> None:
             raise OSError("no space left\nmore")
@@ -453,7 +453,7 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
         assert part in drawn.get()
 
 
-def test_what_is_noted_scrolls_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_scroll_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = io.StringIO()
     observer = RunObserver([LiveProgress(5, Console(file=drawn, force_terminal=True, width=100))])
     observer.note("model: runs/a/[b]/c")
@@ -470,7 +470,7 @@ def test_no_progress_still_prints_notes(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "run folder: x\n"
 
 
-def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
+def test_current_phase_is_visible_to_other_threads(tmp_path: Path) -> None:
     before = time.time()
     RunObserver([PhaseFile(tmp_path / "phase.json")]).phase("sync", 3)
     content = json.loads((tmp_path / "phase.json").read_text())
@@ -478,14 +478,14 @@ def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
     assert content == {"pid": os.getpid(), "step": 3, "phase": "sync"}
 
 
-def test_a_note_moves_no_cursor_whatever_user_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_note_with_control_characters_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     RunObserver([]).note("the first failure: \x1b[2J\x1b]0;title\x07 \ud800\n  of user code")
     assert capsys.readouterr().out == (
         "the first failure: \\x1b[2J\\x1b]0;title\\x07 \\ud800\n  of user code\n"
     )
 
 
-def test_a_note_to_a_terminal_that_is_gone_never_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_to_a_closed_terminal_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError
 

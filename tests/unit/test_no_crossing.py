@@ -64,7 +64,7 @@ def shown(path: str, raw: str, stream: bool) -> str:
             return "".join(block["text"] for block in whole["content"])
 
 
-async def test_no_canary_of_2000_concurrent_sessions_is_seen_in_another(
+async def test_canaries_of_2000_concurrent_sessions_never_cross(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811

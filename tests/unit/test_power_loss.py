@@ -77,7 +77,7 @@ def copied(path: Path, to: Path, *, log_length: int | None = None) -> Path:
     return to / path.name
 
 
-async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run_goes_on(
+async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.sqlite"
@@ -103,7 +103,7 @@ async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run
     assert {(one.place.group_id, str(one.reason)) for one in dropped} >= {("g2", "tokens_lost")}
 
 
-async def test_nothing_is_dropped_where_nothing_is_lost(tmp_path: Path) -> None:
+async def test_no_group_is_dropped_if_no_turn_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     snapshot, _ = await run_until_checkpoint(path)
     after = copied(path, tmp_path / "after")
@@ -138,7 +138,7 @@ def can_trace() -> bool:
 
 
 @pytest.mark.skipif(not can_trace(), reason="strace shows what is flushed to disk")
-def test_the_log_is_flushed_after_its_last_write_and_before_the_snapshot_is_there(tmp_path: Path) -> None:
+def test_store_is_flushed_after_its_last_write_and_before_the_snapshot(tmp_path: Path) -> None:
     """By the system calls of the process itself, which a test within it could not see."""
     path, snapshot, trace = tmp_path / "run.sqlite", tmp_path / "snapshot", tmp_path / "trace"
     tests = Path(__file__).parent

@@ -166,9 +166,7 @@ def references(response: Response) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_items_sent_back_by_their_ids_are_one_branch(
-    gateway: Running, renderer: Renderer, stream: bool
-):
+async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer: Renderer, stream: bool):
     in_between = CALL % 1 + "A second." + CALL % 2 + "And done."
     say(gateway, renderer, THOUGHT + "I see." + CALL % 12 + "\n" + CALL % 13, in_between, "4.", "Bye.")
     [session] = await gateway.open()
@@ -219,7 +217,7 @@ async def test_an_item_of_another_session_cannot_be_referred_to(gateway: Running
     await gateway.client(session).responses.create(model="tiny", input=mixed, tools=[TOOL])
 
 
-async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Renderer):
+async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: Renderer):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
     [session], [other] = await gateway.open(), await gateway.open()
     client = gateway.client(session)
@@ -255,7 +253,7 @@ async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Re
         await client.responses.retrieve(first.id)
 
 
-async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: Renderer):
+async def test_response_stream_equals_the_whole_response_in_order(gateway: Running, renderer: Renderer):
     gateway.engine.token_delay_s = 0.002
     say(gateway, renderer, THOUGHT + "Hello 漢字🙂" + CALL % 1 + CALL % 2)
     [session] = await gateway.open()
@@ -289,7 +287,7 @@ async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: R
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
-async def test_functions_in_namespaces_go_by_both_names(gateway: Running, renderer: Renderer):
+async def test_namespaced_functions_are_known_by_both_names(gateway: Running, renderer: Renderer):
     """Codex CLI offers some so, and `web_search`, which is left out."""
     say(gateway, renderer, '<tool_call>\n{"name": "agents.calc", "arguments": {}}\n</tool_call>', "Done.")
     [session] = await gateway.open()
@@ -305,7 +303,7 @@ async def test_functions_in_namespaces_go_by_both_names(gateway: Running, render
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
-async def test_settings_reach_the_turn(gateway: Running, renderer: Renderer):
+async def test_response_settings_reach_the_turn(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "one two three four five", "{}")
     [session] = await gateway.open(purpose="serve")
     create = gateway.client(session).responses.create
@@ -330,7 +328,7 @@ async def test_settings_reach_the_turn(gateway: Running, renderer: Renderer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_aborts_is_an_error(gateway: Running, stream: bool):
+async def test_aborted_generation_is_a_response_error(gateway: Running, stream: bool):
     [session] = await gateway.open()
     gateway.engine.abort_next = True
     raw = await gateway.http.post(
@@ -401,7 +399,7 @@ BAD_FIELDS = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
+async def test_bad_responses_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     bodies = {
         name: json.dumps({"model": "tiny", "input": "x"} | fields) for name, fields in BAD_FIELDS.items()
@@ -419,7 +417,7 @@ async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
         await gateway.client(session).responses.create(model="gpt-9", input="x")
 
 
-async def test_replies_of_little_come_back_whole(gateway: Running, renderer: Renderer):
+async def test_empty_and_truncated_replies_can_be_sent_back(gateway: Running, renderer: Renderer):
     """Nothing at all; thinking that was cut off; and a call of no text, which the client made up."""
     say(gateway, renderer, "", THOUGHT[:-3], ".")
     [session] = await gateway.open()

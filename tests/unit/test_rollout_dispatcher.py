@@ -106,7 +106,7 @@ def dispatcher(buffer, opener, pool, concurrency, group_form=False):
     return made
 
 
-async def test_slots_are_full_and_refilled_rollout_by_rollout():
+async def test_freed_slot_is_refilled_at_once():
     buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=6)
     await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
@@ -124,7 +124,7 @@ async def test_slots_are_full_and_refilled_rollout_by_rollout():
     await it.stop()
 
 
-async def test_every_rollout_runs_once():
+async def test_every_leased_rollout_runs_once():
     buffer, opener, pool = Leases(groups=20), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=5)
     for _ in range(80):
@@ -138,7 +138,7 @@ async def test_every_rollout_runs_once():
     assert opener.aborted == {}
 
 
-async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
+async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
     buffer, pool = Leases(groups=2), HeldPool()
     it = dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
     first = tuple(f"g0/{i}" for i in range(4))
@@ -150,7 +150,7 @@ async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
     await it.stop()
 
 
-async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeypatch):
+async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypatch):
     """What passes between two looks is what the dispatcher (and nobody else: other tests' engines are looked
     at in this loop) asks the event loop for."""
     buffer, pool, pauses = Leases(groups=0), HeldPool(), []
@@ -181,7 +181,7 @@ class BrokenBuffer:
         ((Leases(1), Opener(), HeldPool(RuntimeError("a bug"))), RuntimeError),
     ],
 )
-async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
+async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
     it = dispatcher(*parts, concurrency=4)
     cancelled = asyncio.Event()
 
@@ -198,7 +198,7 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
     await it.stop()
 
 
-async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
+async def test_dispatcher_failure_ends_the_work_that_started_it():
     opener, pool = Opener(), HeldPool()
     it = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
 
@@ -211,7 +211,7 @@ async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
     await it.stop()
 
 
-async def test_guard_gives_back_what_it_guards():
+async def test_guarded_call_returns_its_result():
     it = dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
     assert await it.guard(asyncio.sleep(0, "batch")) == "batch"
 
@@ -223,7 +223,7 @@ async def test_guard_gives_back_what_it_guards():
     await it.stop()
 
 
-async def test_stop_aborts_whatever_is_left():
+async def test_stopping_the_dispatcher_aborts_open_sessions():
     buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
@@ -233,7 +233,7 @@ async def test_stop_aborts_whatever_is_left():
     assert len(buffer.left) == 1
 
 
-async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
+async def test_dispatcher_stops_even_if_the_buffer_swallows_the_cancellation():
     asked, followed = asyncio.Event(), asyncio.Event()
 
     class Swallowing:
@@ -257,7 +257,7 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
     await asyncio.wait_for(it.stop(), 60.0)
 
 
-async def test_a_rollout_that_only_grammars_spoke_in_is_told_on_the_console_once(
+async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
     capsys: pytest.CaptureFixture[str],
 ):
     """It will be so in every rollout; the failures' log is not read until the run has waited in vain."""

@@ -129,7 +129,7 @@ async def test_the_least_busy_worker_is_given_the_next_assignment():
     await asyncio.gather(*runs)
 
 
-async def test_a_death_fails_what_ran_there_and_only_that():
+async def test_worker_death_fails_only_its_own_rollouts():
     pool, workers, aborts = await started_pool(size=2)
     elsewhere = asyncio.create_task(pool.run(assignment("hold-elsewhere", sessions=2)))
     await given(workers[0], "hold-elsewhere")
@@ -146,7 +146,7 @@ async def test_a_death_fails_what_ran_there_and_only_that():
     assert reasons(await pool.run(assignment("ok"))) == [FailureReason.EXCEPTION]
 
 
-async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
+async def test_silent_worker_is_killed_and_replaced():
     pool, workers, aborts = await started_pool()
     beside = asyncio.create_task(pool.run(assignment("hold-beside")))
     await given(workers[0], "hold-beside")
@@ -157,7 +157,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
     assert pool.replaced == 1
 
 
-async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
+async def test_worker_with_a_stuck_thread_is_replaced_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
     await given(workers[0], "hold-running")
@@ -172,7 +172,7 @@ async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
     assert aborts.seen == {}
 
 
-async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
+async def test_worker_over_its_memory_is_replaced_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
     await given(workers[0], "hold-running")
@@ -185,7 +185,7 @@ async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
     assert aborts.seen == {}
 
 
-async def test_workers_that_are_always_over_their_memory_end_the_run():
+async def test_workers_always_over_their_memory_end_the_run():
     pool, workers, _ = await started_pool()
 
     async def rollouts_that_all_leak():
@@ -197,7 +197,7 @@ async def test_workers_that_are_always_over_their_memory_end_the_run():
     assert len(workers) < 30
 
 
-async def test_endless_deaths_end_the_run_with_their_cause():
+async def test_repeated_worker_deaths_end_the_run_with_their_cause():
     pool, workers, _ = await started_pool()
 
     async def rollouts_that_all_die():
@@ -209,7 +209,7 @@ async def test_endless_deaths_end_the_run_with_their_cause():
     assert len(workers) < 30
 
 
-async def test_deaths_with_rollouts_in_between_do_not():
+async def test_worker_deaths_between_successful_rollouts_do_not_end_the_run():
     pool, _, _ = await started_pool()
     for _ in range(40):
         await pool.run(assignment("die"))
@@ -217,7 +217,7 @@ async def test_deaths_with_rollouts_in_between_do_not():
     assert pool.replaced == 40
 
 
-async def test_one_death_of_a_full_worker_counts_once():
+async def test_death_of_a_full_worker_counts_once():
     pool, workers, _ = await started_pool()
     beside = [asyncio.create_task(pool.run(assignment(f"hold-{i}"))) for i in range(64)]
     await given(workers[0], *(f"hold-{i}" for i in range(64)))
@@ -227,13 +227,13 @@ async def test_one_death_of_a_full_worker_counts_once():
     assert pool.replaced == 1
 
 
-async def test_an_error_of_ours_is_not_swallowed():
+async def test_internal_error_of_the_pool_is_raised():
     pool, _, _ = await started_pool()
     with pytest.raises(ZeroDivisionError):
         await pool.run(assignment("bug"))
 
 
-async def test_a_plugin_that_does_not_load_surfaces_at_start():
+async def test_plugin_that_does_not_load_is_raised_at_the_start():
     class Unloadable(FakeWorker):
         async def ready(self, deadline_s):
             raise PluginError(field="rollout_function_path", value="a:b", reason="no", fix="yes")

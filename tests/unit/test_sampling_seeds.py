@@ -21,7 +21,7 @@ SESSION = Session(
 PROMPT = bytes(range(16))
 
 
-def test_noise_is_of_seed_and_position_alone_and_uniform() -> None:
+def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
     seeds, positions = [0, 0, 2**64 - 1, 2**31], [0, 1, 0, 2**31 - 1]
     columns = torch.arange(50_000)
 
@@ -41,7 +41,7 @@ def test_noise_is_of_seed_and_position_alone_and_uniform() -> None:
     assert (shares < 0.001).sum(1).sub(50).abs().max() < 6 * 50**0.5
 
 
-def test_a_seed_is_of_the_place_alone() -> None:
+def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     seed = sampling_seed(0, SESSION, PROMPT, 1)
     assert seed == 1584714016  # pinned: a run that is resumed by a later version must go on as it began
     assert sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1) == seed

@@ -20,7 +20,7 @@ def source(tables: dict[str, Any]) -> Source:
     return Source(name="test", tables=tables)
 
 
-def test_answers_are_as_long_as_the_context_unless_bounded(tmp_path: Path):
+def test_served_replies_are_limited_by_the_context_unless_set(tmp_path: Path):
     model_path = make_tiny_model(tmp_path / "tiny")
     folder = {"model": {"model_path": str(model_path)}}
     engine = {"engine": {"engine_max_total_tokens": 900}}
@@ -33,7 +33,7 @@ def test_answers_are_as_long_as_the_context_unless_bounded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("sampling", [None, {"temperature": 0.5}])
-async def test_an_answer_without_a_limit_ends_with_the_context(
+async def test_served_reply_without_a_limit_ends_with_the_context(
     tmp_path: Path,
     model: Path,  # noqa: F811
     renderer: Renderer,  # noqa: F811

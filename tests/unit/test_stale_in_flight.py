@@ -69,7 +69,7 @@ def sampled(index: int, version: int, *, group: str = "g1", attempt: int = 0) ->
     return SampledSoFar(place=Place(group, index, attempt), oldest_version=WeightVersion(version))
 
 
-def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> None:
+def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
     buffer = make_buffer()
     train_g0(buffer)
     assert buffer.unwanted() == ()
@@ -84,7 +84,7 @@ def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> Non
     assert buffer.events.dropped == {"stale": 1}
 
 
-def test_within_the_bound_nobody_is_suspect() -> None:
+def test_no_running_rollout_is_suspect_within_the_staleness_bound() -> None:
     buffer = make_buffer(staleness=1)
     train_g0(buffer)
     assert buffer.suspects() == []
@@ -92,7 +92,7 @@ def test_within_the_bound_nobody_is_suspect() -> None:
     assert buffer.unwanted() == ()
 
 
-def test_what_an_earlier_attempt_had_sampled_is_of_no_account() -> None:
+def test_tokens_of_an_earlier_attempt_do_not_count() -> None:
     buffer = make_buffer()
     train_g0(buffer)
     buffer.record(failed(Place("g1", 1, 0), FailureReason.EXCEPTION))
@@ -137,7 +137,7 @@ async def say(gateway: Running, session: Session, *, then: bool = False, **optio
     await chat.create(model="tiny", messages=messages, **options)  # type: ignore[call-overload]
 
 
-async def test_a_group_is_dropped_before_any_of_its_rollouts_has_ended(
+async def test_stale_group_is_dropped_before_its_rollouts_have_ended(
     gateway: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn is known only after the version has advanced, so the look after the advance finds nothing and
@@ -162,7 +162,7 @@ async def test_a_group_is_dropped_before_any_of_its_rollouts_has_ended(
     assert ends[Place("g0", 1, 0)] is DropReason.STALE
 
 
-async def test_where_only_main_conversations_are_trained_nobody_is_judged_before_the_end(
+async def test_running_rollouts_are_not_dropped_if_only_main_conversations_train(
     gateway: Running, tmp_path: Path
 ) -> None:
     async with buffering(tmp_path / "run.db", trains_all_roots=False) as actor:
@@ -175,7 +175,7 @@ async def test_where_only_main_conversations_are_trained_nobody_is_judged_before
         assert await actor.unwanted() == (DroppedGroup(group_id="g0", reason=DropReason.STALE),)
 
 
-async def test_what_the_store_says_of_running_rollouts_is_what_their_summaries_will_say(
+async def test_store_reports_the_versions_that_the_summary_will_have(
     gateway: Running,
 ) -> None:
     """Delivered turns of the session and of its children count. Turns that were aborted or forced by a

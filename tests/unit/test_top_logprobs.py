@@ -64,7 +64,7 @@ async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_chat(gateway: Running, renderer: Renderer, stream: bool):
+async def test_chat_returns_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
@@ -76,7 +76,7 @@ async def test_chat(gateway: Running, renderer: Renderer, stream: bool):
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_chat_without_them_asks_for_none(gateway: Running, stream: bool):
+async def test_chat_with_0_top_logprobs_requests_none(gateway: Running, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
@@ -89,7 +89,7 @@ async def test_chat_without_them_asks_for_none(gateway: Running, stream: bool):
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_completions(gateway: Running, renderer: Renderer, stream: bool):
+async def test_completions_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     """A dictionary by text: of tokens that look alike (pieces of characters) the likeliest stays."""
     [session] = await gateway.open()
     answer = await gateway.client(session).completions.create(
@@ -105,7 +105,7 @@ async def test_completions(gateway: Running, renderer: Renderer, stream: bool):
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_responses(gateway: Running, renderer: Renderer, stream: bool):
+async def test_responses_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).responses.create(
         model="tiny",
@@ -127,7 +127,7 @@ async def test_responses(gateway: Running, renderer: Renderer, stream: bool):
     await recorded(gateway, session)
 
 
-async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
+async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_shown(gateway: Running):
     [session] = await gateway.open()
     client = gateway.client(session)
     chat = {"model": "tiny", "messages": [ASK]}
@@ -149,6 +149,6 @@ async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
         b'{"meta_info": {"output_token_logprobs": [[null, 1]]}}',
     ],
 )
-def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_fleet(answer: bytes):
+def test_unreadable_engine_reply_is_a_server_error(answer: bytes):
     with pytest.raises(ServerError, match="cannot be read"):
         decode_event(answer)

@@ -133,7 +133,7 @@ def test_an_undelivered_or_aborted_leaf_is_cut_off() -> None:
     assert row.tokens_T.tolist() == [1, 2]
 
 
-def test_what_an_undelivered_leaf_leaves_is_not_a_row_beside_a_longer_branch() -> None:
+def test_branch_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_branch_contains_it() -> None:
     a = turn("a", None, [1], [2])
     lost = turn("b", "a", [3], [4], delivered=False)
     c = turn("c", "a", [5], [6])
@@ -264,7 +264,7 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
 
 
-def test_of_two_rewards_on_a_branch_the_later_turns_counts_and_a_turns_own_comes_first() -> None:
+def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
     a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
     own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
     rows = training_rows(rollout([a, b], [a, c], of=own))
@@ -278,7 +278,7 @@ def test_untrained_roots_make_no_rows() -> None:
     assert row.turn_ids == ("c",)
 
 
-def test_a_group_of_equal_final_rewards_counts_if_rewards_of_another_kind_differ() -> None:
+def test_group_with_equal_final_rewards_trains_if_turn_rewards_differ() -> None:
     (group,) = taken(("g", [1.0, 1.0])).groups
     assert nonzero_variance(group) == "zero_variance"
     first, second = group.rollouts_G
@@ -304,13 +304,13 @@ def test_groups_have_their_own_baselines() -> None:
     assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(expected, rel=1e-6)
 
 
-def test_missing_tokens_are_a_broken_invariant() -> None:
+def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
     with pytest.raises(RunStoreError, match=r"no tokens for session g\.0"):
         build_batch(taken(("g", [1.0])), [], grpo, 1e-4)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)])
-def test_what_a_users_advantage_returns_is_checked(wrong: np.ndarray) -> None:
+def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))
     with pytest.raises(PluginError, match="one finite advantage per reward"):
         build_batch(batch, [], lambda rewards_G, *, eps: wrong, 1e-4)
@@ -352,7 +352,9 @@ ALL_WAYS = [(baseline, use) for baseline in ("depth", "group") for use in ("repl
 
 
 @pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
-def test_equal_turn_rewards_in_a_failed_group_teach_nothing(baseline: RewardBaseline, use: RewardUse) -> None:
+def test_equal_turn_rewards_in_a_failed_group_give_zero_advantages(
+    baseline: RewardBaseline, use: RewardUse
+) -> None:
     """All eight fail, all eight turns earn 0.1. Compared with the final rewards each had +2.64."""
     assert judged([0.0] * 8, [[0.1]] * 8, baseline=baseline, use=use) == [[0.0]] * 8
 
@@ -379,7 +381,7 @@ def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
     assert by_group == [pytest.approx([-value, value], rel=1e-6)] * 2
 
 
-def test_added_rewards_are_those_of_the_turn_and_of_later_ones_and_the_final_one() -> None:
+def test_added_reward_of_a_turn_includes_later_turns_and_the_final_reward() -> None:
     """Without a deviation, so that every number can be read off: final 0 and 2; turns 0, 4 and 1, 0."""
     advantages = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo)
     assert advantages == [[-1 - 0.5 + 2, -1 + 2], [1 + 0.5 - 2, 1 - 2]]
@@ -387,11 +389,11 @@ def test_added_rewards_are_those_of_the_turn_and_of_later_ones_and_the_final_one
     assert replaced == [[-0.5, 2.0], [0.5, -2.0]]
 
 
-def test_a_turn_that_alone_was_rewarded_has_nothing_to_be_compared_with() -> None:
+def test_only_rewarded_turn_has_zero_advantage() -> None:
     assert judged([0.0, 1.0], [[0.7], [None]], advantage_fn=dr_grpo) == [[0.0], [0.5]]
 
 
-def test_without_rewards_of_their_own_every_way_is_the_final_rewards() -> None:
+def test_all_turn_rules_equal_the_final_reward_without_turn_rewards() -> None:
     expected = [[-0.5, -0.5], [0.5, 0.5]]
     for baseline, use in ALL_WAYS:
         measured = judged([0.0, 1.0], [[None, None]] * 2, baseline=baseline, use=use, advantage_fn=dr_grpo)
@@ -431,14 +433,14 @@ def family(use: RewardUse) -> list[list[float]]:
     return [row_T[1::2].tolist() for row_T in made.advantages]
 
 
-def test_branches_and_children_are_compared_with_their_like() -> None:
+def test_branches_and_children_are_compared_only_with_each_other() -> None:
     """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs counts with them; one that
     was not judged has the final reward)."""
     assert family("replace") == [[2.0, 2.0], [1.0], [1.0], [-2.0, -2.0], [-1.0], [0.5]]
     assert family("add") == [[1.5, 1.5], [0.5], [0.5], [-1.5, -1.5], [-0.5], [0.5]]
 
 
-def test_turns_of_children_are_not_compared_with_the_main_conversation_s() -> None:
+def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None:
     """Each is the only one of its level."""
     a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
     first = replace(summary("g.0", "g", 0, 0.0), turn_rewards={"a": 1.0}, turn_levels={"a": "main/0"})
