@@ -202,7 +202,9 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_text_after_a_call_is_returned_and_can_be_sent_back(
-    gateway: Running, renderer: Renderer, stream: bool  # noqa: F811
+    gateway: Running,
+    renderer: Renderer,  # noqa: F811
+    stream: bool,
 ):
     [session] = await gateway.open()
     says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
@@ -281,7 +283,9 @@ async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running
 
 
 async def test_stop_reasons_and_stop_sequences_of_messages(
-    gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    gateway: Running,
+    renderer: Renderer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ):
     [session] = await gateway.open()
     says(gateway, renderer, "one two three STOP four")
