@@ -41,7 +41,9 @@ def calculating(prompt: str) -> str:
             return "I run it.\n" + call(shell, arguments) if "answer.txt" in asked else "Nothing to run."
     products = _PRODUCT.findall(asked)
     if products and '"calculator"' in prompt:
-        return "Let me see.\n" + "\n".join(call("calculator", {"expression": one}) for one in products)
+        return "Let me see.\n" + "\n".join(
+            call("calculator", {"expression": product}) for product in products
+        )
     if '"final_answer"' in prompt:
         return call("final_answer", {"answer": "nothing to do"})
     return "You are wélcome 🙂"

@@ -285,11 +285,11 @@ class _Bench:
         through, straight = self._load.through, self._load.direct
         ask = straight(script, stream=stream) if direct else through(script, opened, stream=stream)
         processes = self._rig.processes("on" if direct else way)
-        before = {name: _cpu_s(one) for name, one in processes.items()}
+        before = {name: _cpu_s(process) for name, process in processes.items()}
         gc.collect()
         gc.freeze()  # the load generator's own pauses are nobody's latency
         found = await run(ask)
-        found.cpu_s = {name: _cpu_s(one) - before[name] for name, one in processes.items()}
+        found.cpu_s = {name: _cpu_s(process) - before[name] for name, process in processes.items()}
         await self._load.end(url, opened)
         if len(found.errors) > 0.01 * (len(found.errors) + len(found.whole_s)):
             raise ServerError(f"{len(found.errors)} requests failed ({way}): {found.errors[:3]}")
@@ -330,10 +330,11 @@ def _cpu(found: Mapping[str, Sequence[Measured]]) -> dict[str, dict[str, float]]
     """CPU-milliseconds per answered request, by way and process."""
     report = {}
     for way, repetitions in found.items():
-        requests = sum(len(one.whole_s) for one in repetitions)
+        requests = sum(len(repetition.whole_s) for repetition in repetitions)
         names = [name for name in repetitions[0].cpu_s if way != "direct" or name in ("engine", "load")]
         report[way] = {
-            name: round(1000 * sum(one.cpu_s[name] for one in repetitions) / requests, 3) for name in names
+            name: round(1000 * sum(repetition.cpu_s[name] for repetition in repetitions) / requests, 3)
+            for name in names
         }
     return report
 

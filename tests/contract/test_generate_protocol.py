@@ -199,10 +199,10 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
     result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
-    got = result.ids_T.tolist()
-    assert got == ids[: len(got)]
-    assert stop in text(got, skip_special_tokens=False)
-    assert stop not in text(got[:-1], skip_special_tokens=False)
+    sampled_ids = result.ids_T.tolist()
+    assert sampled_ids == ids[: len(sampled_ids)]
+    assert stop in text(sampled_ids, skip_special_tokens=False)
+    assert stop not in text(sampled_ids[:-1], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("stream", [False, True])

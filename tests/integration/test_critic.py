@@ -375,7 +375,7 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
     for folder in ("saved", "beside"):  # the second into a trainer that has trained on
         resumed.each("load", str(tmp_path / folder))
         numbers = [resolve(resumed.train(batch, steps=2)) for batch in BATCHES[1:]]
-        assert [each["optimizer_steps"] for each in numbers] == [0, 2]
+        assert [number["optimizer_steps"] for number in numbers] == [0, 2]
         for measured, uninterrupted in zip(numbers, expected_numbers, strict=True):
             for key in ("critic_lr", "value_loss", "value_explained_variance", "critic_grad_norm"):
                 assert measured[key] == uninterrupted[key], key

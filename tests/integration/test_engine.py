@@ -90,8 +90,8 @@ async def test_prompt_logprobs_equal_the_hugging_face_models(engine: Engine, tin
         pytest.skip("the shared engine has been updated; test_weight_sync compares its canaries")
     prompts = [[1, 40, 41, 300], [7, 8, 9, 10, 11, 400]]
     expected = await TorchSender(tiny_model).logprobs(prompts)
-    for got, want in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
-        assert np.abs(got - want).max() < 1e-4
+    for measured_T, expected_T in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
+        assert np.abs(measured_T - expected_T).max() < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
     asked = {"messages": [ASK], "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}
     answer = await client.chat.completions.create(model="tiny", **asked, stream=stream)
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    shown = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    shown = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     [turn] = store.turns(session.id)
     assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist())
     for each in shown:

@@ -58,7 +58,7 @@ async def test_stopped_gateway_worker_is_replaced_and_its_sessions_continue(
             await until(lambda: len(workers(server)) == 2)
             before = sorted(workers(server), key=lambda process: process.pid)  # in the order of their forks
             sessions = await open_sessions(server, 2 * GROUP)
-            owned = [one for one in sessions if one.id.startswith(f"ses-0{number}")]
+            owned = [session for session in sessions if session.id.startswith(f"ses-0{number}")]
             victim = before[number]
             supervisor = server.process.pid
             os.kill(victim.pid, signal.SIGSTOP)

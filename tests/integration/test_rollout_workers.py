@@ -215,7 +215,9 @@ async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, secon
 
 def own_ends(outcomes: list[RolloutSummary | FailedRollout]) -> list[RolloutSummary | FailedRollout]:
     """Without the rollouts that were cancelled because another had cost them their group."""
-    return [one for one in outcomes if getattr(one, "reason", None) is not FailureReason.GROUP_DROPPED]
+    return [
+        outcome for outcome in outcomes if getattr(outcome, "reason", None) is not FailureReason.GROUP_DROPPED
+    ]
 
 
 async def test_every_failed_rollout_has_a_reason_and_the_run_continues(stack: Stack) -> None:
@@ -384,7 +386,12 @@ async def test_rollouts_of_a_dropped_group_are_cancelled_and_free_their_slots(
     for task in groups:
         reasons = [getattr(outcome, "reason", "none") for outcome in ended[task.id]]
         assert sorted(reasons) == [FailureReason.EXCEPTION, FailureReason.GROUP_DROPPED]
-    dropped = {one.detail for outcomes in ended.values() for one in outcomes if one not in own_ends([one])}
+    dropped = {
+        outcome.detail
+        for outcomes in ended.values()
+        for outcome in outcomes
+        if outcome not in own_ends([outcome])
+    }
     assert {detail.partition("was dropped")[2] for detail in dropped} == {
         " (incomplete): this rollout is no longer needed"
     }

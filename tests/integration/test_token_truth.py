@@ -56,7 +56,7 @@ def kinds(recorded: Recorded, **changed) -> set[str]:
 def stopped(recorded: Recorded) -> list[StoredTurn]:
     """Turns that ended by themselves and that a client has: not the second of two answers, not one that was
     cut off too late. Their order in the store is decided by time."""
-    seen = {one.turn_id for one in recorded.load.sent}
+    seen = {reply.turn_id for reply in recorded.load.sent}
     return [turn for turn in recorded.turns if turn.finish_reason == "stop" and turn.id in seen]
 
 
@@ -78,7 +78,10 @@ def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(recorded:
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
     assert verdict.unrecorded <= did["cut"]
     # the spelling is not the tokenizer's own: ids made again from text would differ
-    again = [recorded.reference.ids(recorded.reference.tokenizer.decode(one.ids)) for one in recorded.wire]
+    again = [
+        recorded.reference.ids(recorded.reference.tokenizer.decode(generation.ids))
+        for generation in recorded.wire
+    ]
     assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
 
 
@@ -99,7 +102,7 @@ def test_judge_finds_one_token_changed_in_the_store(recorded: Recorded, tmp_path
 @pytest.mark.parametrize("field", ["ids", "logprobs", "spans", "input_ids"])
 def test_judge_finds_one_value_changed_on_the_wire(recorded: Recorded, field: str):
     rid = next(turn.id for turn in stopped(recorded) if len(turn.sampled_ids) > 1)
-    at = next(n for n, one in enumerate(recorded.wire) if one.rid == rid)
+    at = next(n for n, generation in enumerate(recorded.wire) if generation.rid == rid)
     value = list(getattr(recorded.wire[at], field))
     value[-2:] = [(value[0][0] + 1, *value[0][1:])] if field == "spans" else [value[-2] + 1, value[-1]]
     wire = [*recorded.wire]
@@ -123,8 +126,10 @@ def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
     parents = {one.parent_id for one in recorded.turns}
     leaf = next(one for one in stopped(recorded) if one.id not in parents)
     assert "unrecorded" in kinds(recorded, turns=[one for one in recorded.turns if one is not leaf])
-    assert "missing" in kinds(recorded, wire=[one for one in recorded.wire if one.rid != turn.id])
-    sent = [dataclasses.replace(one, text=one.text + "x") for one in recorded.load.sent]
+    assert "missing" in kinds(
+        recorded, wire=[generation for generation in recorded.wire if generation.rid != turn.id]
+    )
+    sent = [dataclasses.replace(reply, text=reply.text + "x") for reply in recorded.load.sent]
     assert "text" in kinds(recorded, sent=sent)
 
 
@@ -148,7 +153,7 @@ def test_judge_covers_thinking_models(thinking: Recorded):
     sent, refusing = thinking.load.sent, thinking.load.unthinking
     verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
-    assert sum(bool(one.reasoning) for one in sent) > 50
+    assert sum(bool(reply.reasoning) for reply in sent) > 50
     assert len(refusing) > 3
     assert "tail" in {
         what for _, what, _ in judge(thinking.turns, thinking.wire, thinking.reference).mismatches
@@ -167,7 +172,7 @@ def test_judge_covers_thinking_models(thinking: Recorded):
     other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
     turns = [*thinking.turns[:at], dataclasses.replace(turn, messages=other), *thinking.turns[at + 1 :]]
     assert "tail" in kinds(thinking, turns=turns)
-    altered = [dataclasses.replace(one, reasoning=one.reasoning + "x") for one in sent]
+    altered = [dataclasses.replace(reply, reasoning=reply.reasoning + "x") for reply in sent]
     assert "text" in kinds(thinking, sent=altered)
 
 

@@ -183,7 +183,7 @@ async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Runni
         body = route.good | {route.limit: limit}
         answer = await gateway.http.post(session.base_url + route.path, json=body)
         assert answer.status_code == 200, answer.text
-    assert [each["sampling_params"]["max_new_tokens"] for each in gateway.engine.requests] == [5, 5]
+    assert [request["sampling_params"]["max_new_tokens"] for request in gateway.engine.requests] == [5, 5]
 
 
 @every_route
@@ -222,9 +222,11 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):  # n
             for number in range(2000):
                 key = prefix + secrets.token_urlsafe(6)
                 headers = {"x-api-key": key} if number % 2 else {"authorization": f"Bearer {key}"}
-                async with http.post(gateway.url + "/v1" + route.path, data=content, headers=headers) as got:
-                    assert got.status == 401
-                    body = await got.json()
+                async with http.post(
+                    gateway.url + "/v1" + route.path, data=content, headers=headers
+                ) as response:
+                    assert response.status == 401
+                    body = await response.json()
                 assert body["error"]["type"] == "authentication_error"
                 guessed += 1
 

@@ -272,7 +272,9 @@ def assistant_parts(name: str, texts: Sequence[str]) -> dict[str, Any]:
         {"id": f"c{at}", "type": "function", "function": {"name": "calc", "arguments": text}}
         for at, text in enumerate(texts)
     ]
-    return {"messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [one]} for one in calls)]}
+    return {
+        "messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [call]} for call in calls)]
+    }
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])

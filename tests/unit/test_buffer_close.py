@@ -143,7 +143,7 @@ def test_failed_ledger_write_leaves_no_open_transaction(tmp_path: Path, statemen
             store.write([entry(0), entry(0)])
     store._db = real
     store.write([entry(0), entry(1)])
-    assert [one.entry.sequence for one in read_ledger(path)] == [0, 1]
+    assert [record.entry.sequence for record in read_ledger(path)] == [0, 1]
 
 
 class Failing:

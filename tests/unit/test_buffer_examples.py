@@ -234,12 +234,12 @@ def test_group_is_dropped_whole_after_the_last_attempt() -> None:
     }
     assert [e.failure for e in entries if e.place.index == 0 and e.reason] == [FailureReason.EXCEPTION] * 2
     buffer.record(summary("g0", 2))  # its worker did not know
-    got = values(buffer)
-    assert got["groups_dropped/incomplete"] == 1
-    assert got["rollouts_dropped/incomplete"] == 3
-    assert got["rollouts_dropped/replaced"] == 1
-    assert got["rollouts_failed/exception"] == 2
-    assert got["outcomes_late"] == 1
+    metrics = values(buffer)
+    assert metrics["groups_dropped/incomplete"] == 1
+    assert metrics["rollouts_dropped/incomplete"] == 3
+    assert metrics["rollouts_dropped/replaced"] == 1
+    assert metrics["rollouts_failed/exception"] == 2
+    assert metrics["outcomes_late"] == 1
     assert not buffer._in_flight
 
 
@@ -279,10 +279,10 @@ def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
     batch = buffer.take()
     assert batch is not None
     assert [group.id for group in batch.groups] == ["g1"]
-    got = values(buffer)
-    assert got["groups_dropped/zero_variance"] == 1
-    assert got["rollouts_dropped/zero_variance"] == 2
-    assert got["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    metrics = values(buffer)
+    assert metrics["groups_dropped/zero_variance"] == 1
+    assert metrics["rollouts_dropped/zero_variance"] == 2
+    assert metrics["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
 
 
 def raising(group: Group) -> str | None:
@@ -388,10 +388,10 @@ def test_groups_left_over_by_a_full_batch_are_dropped_as_over_sampled() -> None:
     buffer.trained(batch.batch_id)
     buffer.advance(WeightVersion(1))
     complete(buffer, "g2")  # finished too late for any batch
-    got = values(buffer)
-    assert got["groups_dropped/over_sampled"] == 1
-    assert got["groups_dropped/stale"] == 1
-    assert got["groups_trained"] == 1
+    metrics = values(buffer)
+    assert metrics["groups_dropped/over_sampled"] == 1
+    assert metrics["groups_dropped/stale"] == 1
+    assert metrics["groups_trained"] == 1
 
 
 # ------------------------------------------------------------------ the order of calls

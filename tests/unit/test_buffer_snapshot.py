@@ -214,7 +214,7 @@ class TestLineage:
             (2, 1, 4),
             (3, 1, 4),
         ]
-        kept = [one.entry.place.group_id for one in read_ledger(path) if not one.lost]
+        kept = [record.entry.place.group_id for record in read_ledger(path) if not record.lost]
         assert kept == ["g0", "g3"]
 
     def test_entries_lost_by_a_grandparent_incarnation_stay_lost(self, tmp_path: Path) -> None:
@@ -225,7 +225,10 @@ class TestLineage:
         store.write([self.entry(n, f"g{n}", RolloutState.IN_FLIGHT) for n in range(6)])
         store.begin(parent=1, step=2, sequence=3)
         store.begin(parent=2, step=1, sequence=2)
-        assert [one.entry.place.group_id for one in read_ledger(path) if not one.lost] == ["g0", "g1"]
+        assert [record.entry.place.group_id for record in read_ledger(path) if not record.lost] == [
+            "g0",
+            "g1",
+        ]
 
     @pytest.mark.parametrize(
         ("entries", "message"),

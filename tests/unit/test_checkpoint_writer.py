@@ -45,7 +45,7 @@ def write(folder: Path) -> tuple[list[str], Any]:
 def test_local_tensors_are_written_before_gathered_tensors(tmp_path: Path) -> None:
     gathered, results = write(tmp_path)
     assert gathered == ["here"]
-    assert [one.size_in_bytes for one in results] == [5]
+    assert [result.size_in_bytes for result in results] == [5]
     assert (tmp_path / "__0_0.distcp").read_bytes() == b"state"
 
 

@@ -40,7 +40,7 @@ def test_newest_checkpoints_are_kept_and_listed_in_order(tmp_path: Path) -> None
     assert checkpoints.latest() is None
     for step in (2, 4, 10):
         write(checkpoints, step)
-    assert [one.step for one in checkpoints.all()] == [4, 10]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [4, 10]
 
 
 def test_uncommitted_checkpoint_does_not_count_and_the_next_save_removes_it(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_uncommitted_checkpoint_does_not_count_and_the_next_save_removes_it(tmp_
     write(checkpoints, 2)
     fill(checkpoints.begin(4), "half")  # the crash
     again = Checkpoints(tmp_path)
-    assert [one.step for one in again.all()] == [2]
+    assert [checkpoint.step for checkpoint in again.all()] == [2]
     write(again, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
@@ -139,7 +139,7 @@ def random_training_batch(seed: int) -> TrainBatch:
         batch_id=1,
         version=WeightVersion(2),
         samples=samples,
-        advantages=tuple(draw.normal(size=len(one.tokens_T)).astype(np.float32) for one in samples),
+        advantages=tuple(draw.normal(size=len(sample.tokens_T)).astype(np.float32) for sample in samples),
     )
 
 

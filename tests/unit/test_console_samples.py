@@ -91,8 +91,8 @@ def test_step_line_shows_shares_of_truncated_and_distinct_replies(capsys: pytest
 
 def test_samples_come_from_several_groups_and_change_members_each_step() -> None:
     of_step = [choose_rollouts(taken(), 4, step) for step in range(3)]
-    assert [[one.group_id for one in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
-    assert [{one.index for one in chosen} for chosen in of_step] == [{0}, {1}, {2}]
+    assert [[sample.group_id for sample in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
+    assert [{sample.index for sample in chosen} for chosen in of_step] == [{0}, {1}, {2}]
     assert len(choose_rollouts(taken(1, 3), 9, 5)) == 3
     assert choose_rollouts(taken(), 0, 5) == []
     assert choose_rollouts(taken(0), 2, 5) == []

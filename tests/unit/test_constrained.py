@@ -189,7 +189,9 @@ def accepts(model: Path, ebnf: str, text: str) -> bool:
 
 def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
     functions = [each["function"] for each in shown]
-    return tuple(Tool(name=each["name"], parameters=json.dumps(each["parameters"])) for each in functions)
+    return tuple(
+        Tool(name=function["name"], parameters=json.dumps(function["parameters"])) for function in functions
+    )
 
 
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])

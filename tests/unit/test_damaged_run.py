@@ -96,7 +96,7 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
         assert Path(name).name in line
     assert "step-000008.damaged" in line
     assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
-    assert [one.step for one in checkpoints.all()] == [4]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [4]
     assert checkpoints.newest_whole(told.append, NO_MODEL) == older
     assert len(told) == 1
 

@@ -19,7 +19,7 @@ from test_buffer_waits import running as buffering
 from test_gateway_turns import ASK, ENV_KEY, Running, eventually, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
-from test_rollout_dispatcher import HeldPool, Leases, Opener, dispatcher, until
+from test_rollout_dispatcher import HeldPool, Leases, Opener, started_dispatcher, until
 from test_rollout_worker_pool import FakeWorker, assignment, given, reasons, started_pool
 
 from invrl.buffer.config import BufferConfig
@@ -111,7 +111,7 @@ class DroppingPool(HeldPool):
 
     async def run(self, assignment, dropped=None):
         assert dropped is not None
-        ids = tuple(one.id for one in assignment.sessions)
+        ids = tuple(session.id for session in assignment.sessions)
         running = asyncio.create_task(super().run(assignment))
         drop = asyncio.create_task(dropped.wait())
         await asyncio.wait({running, drop}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,8 +147,8 @@ class SlowOpener(Opener):
 @pytest.mark.parametrize("group_form", [False, True])
 async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_cancelled(group_form: bool):
     buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
-    it = dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
-    await until(lambda: it.running == 2)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
+    await until(lambda: dispatcher.running == 2)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: len(opener.ending) == 2)
     assert pool.dropped == [], "cancelled before its session was aborted"
@@ -159,45 +159,45 @@ async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_c
     assert set(opener.details.values()) == {
         "group g0 was dropped (incomplete): this rollout is no longer needed"
     }
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_waiting_rollouts_of_a_dropped_group_never_run():
     buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
     opener.may_end.set()
-    it = dispatcher(buffer, opener, pool, concurrency=3)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)  # the fourth waits
     buffer.dropped.put_nowait(DroppedGroup(group_id="g1", reason=DropReason.STALE))
     await until(lambda: ("g2/0",) in pool.running)
     assert opener.aborted == dict.fromkeys(["g1/0", "g1/1"], FailureReason.GROUP_DROPPED)
     assert pool.calls == [("g0/0",), ("g0/1",), ("g1/0",), ("g2/0",)]
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_group_dropped_while_its_sessions_open_never_runs():
     buffer, opener, pool = Leases(groups=2, size=2), SlowOpener(), DroppingPool()
     opener.may_end.set()
     opener.may_open.clear()
-    it = dispatcher(buffer, opener, pool, concurrency=2)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
     await until(lambda: buffer.asked == 1)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
-    await until(lambda: "g0" in it._dropped)
+    await until(lambda: "g0" in dispatcher._dropped)
     opener.may_open.set()
     await until(lambda: len(pool.running) == 2)
     assert pool.calls == [("g1/0",), ("g1/1",)]
     assert opener.aborted == dict.fromkeys(["g0/0", "g0/1"], FailureReason.GROUP_DROPPED)
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_drop_of_a_group_that_has_ended_changes_nothing():
     buffer, opener, pool = Leases(groups=1, size=1), SlowOpener(), DroppingPool()
-    it = dispatcher(buffer, opener, pool, concurrency=2)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
     await until(lambda: len(pool.running) == 1)
     pool.release("g0/0")
-    await until(lambda: not it.running)
+    await until(lambda: not dispatcher.running)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
-    await until(lambda: "g0" in it._dropped or buffer.dropped.empty())
-    await it.stop()
+    await until(lambda: "g0" in dispatcher._dropped or buffer.dropped.empty())
+    await dispatcher.stop()
     assert opener.ending == []
 
 

@@ -45,10 +45,10 @@ def read(answer: bytes, size: int, *, times: int = 1) -> tuple[EngineTap, deque]
 def test_tap_reads_a_stream_in_pieces_of_any_size(size: int):
     tap, _ = read(chunked(EVENTS) + b"0\r\n\r\n", size, times=2)
     assert len(tap.generations) == 2
-    for one in tap.generations:
-        assert (one.rid, one.input_ids, one.ids) == ("turn-1", [5, 6], [7, 8, 9])
-        assert one.logprobs == [-0.07, -0.08, -0.09]
-        assert (one.spans, one.finish, one.matched) == ([(3, 0, 3)], "stop", 9)
+    for generation in tap.generations:
+        assert (generation.rid, generation.input_ids, generation.ids) == ("turn-1", [5, 6], [7, 8, 9])
+        assert generation.logprobs == [-0.07, -0.08, -0.09]
+        assert (generation.spans, generation.finish, generation.matched) == ([(3, 0, 3)], "stop", 9)
 
 
 def test_tap_of_a_broken_stream_has_its_whole_events():

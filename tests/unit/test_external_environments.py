@@ -53,14 +53,16 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
             base_url="",
             task_id=task_id or of.task.id,
             group_id=of.group_id,
-            index=one.index,
-            attempt=one.attempt,
+            index=member.index,
+            attempt=member.attempt,
             purpose="train",
             sampling=Sampling(),
         )
-        for one in members
+        for member in members
     ]
-    records = [StoredSession(session=one, key_hash=one.id.encode(), opened_at=1.0) for one in sessions]
+    records = [
+        StoredSession(session=session, key_hash=session.id.encode(), opened_at=1.0) for session in sessions
+    ]
     try:
         writer.open_sessions(records, leased=True).result(60)
     except sqlite3.IntegrityError:

@@ -73,7 +73,7 @@ def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> 
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))
     batch = buffer.take()
     assert batch is not None
-    rewards = [(one.reward, one.failure) for one in batch.groups[0].rollouts_G]
+    rewards = [(rollout.reward, rollout.failure) for rollout in batch.groups[0].rollouts_G]
     assert rewards == [(1.0, None), (-0.5, FailureReason.TIMEOUT)]
     assert buffer.events.failed == {"timeout": 1}
     values = resolved(buffer.metrics())
@@ -81,7 +81,7 @@ def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> 
     assert values["rollouts_counted/timeout"] == 1
     assert values["finished_reward_mean"] == 0.25
     assert resolved(rollout_metrics(batch))["failed_share/timeout"] == 0.5
-    told = [one for one in entries if one.failure is FailureReason.TIMEOUT]
+    told = [entry for entry in entries if entry.failure is FailureReason.TIMEOUT]
     assert [str(one.state) for one in told] == ["finished"]
 
 
@@ -103,7 +103,7 @@ def test_failed_rollout_that_does_not_count_is_retried_or_drops_its_group(
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT, tokens=tokens))
     lease = buffer.lease()
     assert lease is not None
-    again = [(one.index, one.attempt) for one in lease.members] if lease.group_id == "g0" else []
+    again = [(member.index, member.attempt) for member in lease.members] if lease.group_id == "g0" else []
     assert again == [(1, 1)] * places
     assert buffer.events.dropped == dropped
 
@@ -197,7 +197,7 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     assert taken is not None
     assert store.without_tokens(taken.groups[0].rollouts_G) == set()
     rollouts = store.taken_rollouts(taken)
-    assert [one.summary.reward for one in rollouts] == [-2.0, 1.0]
+    assert [rollout.summary.reward for rollout in rollouts] == [-2.0, 1.0]
     batch = build_batch(taken, rollouts, advantage_function("dr_grpo"), 1e-6)
     trained = [int(row.loss_mask_T.sum()) for row in batch.samples]
     sampled = [sum(len(turn.sampled_ids_T) for turn in store.turns(one.id)) for one in (session, beside)]

@@ -90,7 +90,10 @@ def test_filtered_out_train_takes_all_groups_until_the_filter_keeps_a_group() ->
     finish(buffer, (1.0, 1.0), (1.0, 1.0))
     batch = buffer.take()
     assert batch is not None
-    assert [[one.reward for one in group.rollouts_G] for group in batch.groups] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [[rollout.reward for rollout in group.rollouts_G] for group in batch.groups] == [
+        [1.0, 1.0],
+        [1.0, 1.0],
+    ]
     assert resolve(buffer.metrics())["groups_unfiltered"] == 2
     assert buffer.filtered_out == ""
     buffer.trained(batch.batch_id)

@@ -136,7 +136,7 @@ async def test_generated_requests_are_answered_as_openapi_says(
         assert run.returncode == 0, told.decode()[-6000:]
         accepted = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
         assert len(accepted) == sum(len(path) for path in schema["paths"].values())
-        assert all(sum(each["accepted"] for each in phases.values()) for phases in accepted.values()), (
+        assert all(sum(phase["accepted"] for phase in phases.values()) for phases in accepted.values()), (
             accepted
         )
 

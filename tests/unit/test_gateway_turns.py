@@ -434,8 +434,10 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway:
             extra_headers={"x-stainless-retry-count": retry},
         )
         choices = [event.choices[0] async for event in stream]
-        shown = [one.logprob for each in choices if each.logprobs for one in each.logprobs.content or ()]
-        return "".join(each.delta.content or "" for each in choices), shown
+        shown = [
+            place.logprob for choice in choices if choice.logprobs for place in choice.logprobs.content or ()
+        ]
+        return "".join(choice.delta.content or "" for choice in choices), shown
 
     first = asyncio.create_task(ask("0"))
     await eventually(lambda: bool(gateway.engine.running))

@@ -41,7 +41,7 @@ class Workers:
             [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
         )
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in self.listeners]
+        self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self.listeners]
         self._shared = memoryview(bytearray(16)).cast("Q")
         self._servers: list[uvicorn.Server | None] = [None, None]
         self._ends = contextlib.AsyncExitStack()
@@ -78,8 +78,8 @@ class Workers:
             if server is not None:
                 server.should_exit = True
         await self._ends.aclose()
-        for one in self.listeners:
-            one.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 @pytest.fixture

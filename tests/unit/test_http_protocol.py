@@ -80,7 +80,11 @@ class Server:
     @property
     def protocols(self) -> list[LimitedHttpProtocol]:
         """Of the open connections."""
-        return [one for one in self._server.server_state.connections if isinstance(one, LimitedHttpProtocol)]
+        return [
+            connection
+            for connection in self._server.server_state.connections
+            if isinstance(connection, LimitedHttpProtocol)
+        ]
 
     async def __aenter__(self) -> Server:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))

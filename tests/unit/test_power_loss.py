@@ -87,7 +87,7 @@ async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     batch = await actor.take(120.0)
     assert [group.id for group in batch.groups] == ["g1"]
     ids = [rollout.session_id for group in batch.groups for rollout in group.rollouts_G]
-    assert [len(one.trajectories) for one in RunStore(after).rollouts(ids)] == [1, 1]
+    assert [len(rollout.trajectories) for rollout in RunStore(after).rollouts(ids)] == [1, 1]
     assert actor._buffer.events.dropped == {"tokens_lost": 1}
     await actor.trained(batch.batch_id)
     await actor.advance(WeightVersion(2))
@@ -99,8 +99,8 @@ async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     assert [group.id for group in batch.groups] == ["g3"]
     await actor.trained(batch.batch_id)
     await actor.close()
-    dropped = [one.entry for one in read_ledger(after) if one.entry.reason is not None]
-    assert {(one.place.group_id, str(one.reason)) for one in dropped} >= {("g2", "tokens_lost")}
+    dropped = [record.entry for record in read_ledger(after) if record.entry.reason is not None]
+    assert {(entry.place.group_id, str(entry.reason)) for entry in dropped} >= {("g2", "tokens_lost")}
 
 
 async def test_no_group_is_dropped_if_no_turn_is_lost(tmp_path: Path) -> None:

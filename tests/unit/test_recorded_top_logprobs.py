@@ -94,7 +94,7 @@ async def test_client_gets_the_number_of_top_logprobs_it_requested(
             model="tiny", messages=[ASK], logprobs=True, top_logprobs=shown, stream=stream
         )
         choices = [event.choices[0] async for event in answer] if stream else answer.choices
-        tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+        tokens = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
         assert tokens
         assert {len(token.top_logprobs) for token in tokens} == {shown}
         [sample] = await finished(gateway, session)

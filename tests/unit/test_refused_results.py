@@ -201,7 +201,7 @@ async def test_refused_finish_fails_the_rollout(refusing: tuple[RefusingGateway,
     gateway, url = refusing
     gateway.answers = {"finish": (status, refusal("no room for this")), "abort": (200, FAILED)}
     reply = await worker_at(url, good).run(assignment())
-    assert [type(one) for one in reply.outcomes] == [FailedRollout]
+    assert [type(outcome) for outcome in reply.outcomes] == [FailedRollout]
     assert gateway.aborted[0]["reason"] == "bad_return"
     assert f"{status} no room for this" in gateway.aborted[0]["detail"]
 

@@ -151,7 +151,7 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     assert [item.type for item in third.output] == (kinds if stream else sorted(kinds, reverse=True))
     items += [item.model_dump(exclude_unset=True) for item in third.output]
     called = [item.call_id for item in third.output if item.type == "function_call"]
-    items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
+    items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
     await ask()
     turns = gateway.turns(session)
     check_exact(gateway, turns, parents=[None, 0, 1, 2])
@@ -185,7 +185,7 @@ async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer
         called = [item.call_id for item in answer.output if item.type == "function_call"]
         assert len(called) == 2
         items += references(answer)
-        items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
+        items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
     items += references(await ask())
     items.append({"role": "user", "content": "Thanks."})
     await ask()

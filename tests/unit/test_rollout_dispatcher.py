@@ -100,7 +100,7 @@ async def until(condition, seconds=60.0):
         await asyncio.sleep(0.002)
 
 
-def dispatcher(buffer, opener, pool, concurrency, group_form=False):
+def started_dispatcher(buffer, opener, pool, concurrency, group_form=False):
     made = Dispatcher(buffer, opener, pool, concurrency=concurrency, group_form=group_form)
     made.start()
     return made
@@ -108,10 +108,10 @@ def dispatcher(buffer, opener, pool, concurrency, group_form=False):
 
 async def test_freed_slot_is_refilled_at_once():
     buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=6)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=6)
     await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
     await asyncio.sleep(0.05)
-    assert (it.running, len(pool.running)) == (6, 6)
+    assert (dispatcher.running, len(pool.running)) == (6, 6)
     # The second group is opened, half of it waits; the third is not leased.
     assert len(opener.opened) == 8
     assert len(buffer.left) == 1
@@ -121,33 +121,33 @@ async def test_freed_slot_is_refilled_at_once():
     pool.release("g0/3")
     await until(lambda: ("g2/0",) in pool.running)
     assert pool.most == 6
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_every_leased_rollout_runs_once():
     buffer, opener, pool = Leases(groups=20), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=5)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=5)
     for _ in range(80):
         await until(lambda: pool.running)
         released = next(iter(pool.running))
         pool.release(*released)
         await until(lambda released=released: released not in pool.running)
-    await until(lambda: not it.running and len(pool.calls) == 80)
+    await until(lambda: not dispatcher.running and len(pool.calls) == 80)
     assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
-    await it.stop()
+    await dispatcher.stop()
     assert opener.aborted == {}
 
 
 async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
     buffer, pool = Leases(groups=2), HeldPool()
-    it = dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
+    dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
     first = tuple(f"g0/{i}" for i in range(4))
     await until(lambda: first in pool.running)
     await asyncio.sleep(0.03)
     assert list(pool.running) == [first]
     pool.release(*first)
     await until(lambda: tuple(f"g1/{i}" for i in range(4)) in pool.running)
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypatch):
@@ -156,13 +156,13 @@ async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypat
     buffer, pool, pauses = Leases(groups=0), HeldPool(), []
     noting = {"timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)}
     monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
-    it = dispatcher(buffer, Opener(), pool, concurrency=4)
+    dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=4)
     await until(lambda: buffer.asked > 8)
     assert set(pauses) == {0.04}
     assert buffer.asked <= len(pauses) + 1
     buffer.left = Leases(groups=1).left
     await until(lambda: len(pool.running) == 4)
-    await it.stop()
+    await dispatcher.stop()
 
 
 class BrokenBuffer:
@@ -182,7 +182,7 @@ class BrokenBuffer:
     ],
 )
 async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
-    it = dispatcher(*parts, concurrency=4)
+    dispatcher = started_dispatcher(*parts, concurrency=4)
     cancelled = asyncio.Event()
 
     async def take():
@@ -193,41 +193,41 @@ async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
             raise
 
     with pytest.raises(cause):
-        await asyncio.wait_for(it.guard(take()), 60.0)
+        await asyncio.wait_for(dispatcher.guard(take()), 60.0)
     await asyncio.wait_for(cancelled.wait(), 60.0)
-    await it.stop()
+    await dispatcher.stop()
 
 
 async def test_dispatcher_failure_ends_the_work_that_started_it():
     opener, pool = Opener(), HeldPool()
-    it = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
+    dispatcher = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
 
     async def starts():
-        it.start()
+        dispatcher.start()
         await asyncio.Event().wait()
 
     with pytest.raises(ConnectionError):
-        await asyncio.wait_for(it.guard(starts()), 60.0)
-    await it.stop()
+        await asyncio.wait_for(dispatcher.guard(starts()), 60.0)
+    await dispatcher.stop()
 
 
 async def test_guarded_call_returns_its_result():
-    it = dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
-    assert await it.guard(asyncio.sleep(0, "batch")) == "batch"
+    dispatcher = started_dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
+    assert await dispatcher.guard(asyncio.sleep(0, "batch")) == "batch"
 
     async def fails():
         raise KeyError("its own")
 
     with pytest.raises(KeyError):
-        await it.guard(fails())
-    await it.stop()
+        await dispatcher.guard(fails())
+    await dispatcher.stop()
 
 
 async def test_stopping_the_dispatcher_aborts_open_sessions():
     buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=3)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
-    await it.stop()
+    await dispatcher.stop()
     assert not pool.running
     assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in range(4)}
     assert len(buffer.left) == 1
@@ -251,10 +251,10 @@ async def test_dispatcher_stops_even_if_the_buffer_swallows_the_cancellation():
             except asyncio.CancelledError:
                 return ()
 
-    it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
+    dispatcher = started_dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asked.wait()
     await followed.wait()
-    await asyncio.wait_for(it.stop(), 60.0)
+    await asyncio.wait_for(dispatcher.stop(), 60.0)
 
 
 async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
@@ -279,9 +279,9 @@ async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
             return (failed(len(self.calls)),)
 
     pool = Pool()
-    it = dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
-    await until(lambda: len(pool.calls) == 3 and not it.running)
-    await it.stop()
+    dispatcher = started_dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
+    await until(lambda: len(pool.calls) == 3 and not dispatcher.running)
+    await dispatcher.stop()
     told = capsys.readouterr().out
     assert told.count("all turns constrained: the client sends tool_choice=required") == 1
     assert told.startswith("warning: rollout g1/0 trains nothing")

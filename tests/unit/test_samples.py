@@ -284,16 +284,16 @@ def test_failed_rollout_that_counts_is_shown_with_its_assigned_reward(run: Recor
     run.writer.open_sessions([record]).result(60)
     run.writer.close_session("ses-open", "aborted", with_partial, hand_over=True).result(60)
     rules = {FailureReason.TIMEOUT: -1.0}
-    assert [one.reward for one in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]
-    assert [one.reward for one in read_samples(run.folder.store_path, {})] == [0.5, None]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, {})] == [0.5, None]
 
 
 def test_spread_samples_are_even_and_keep_both_ends(run: RecordedRun) -> None:
     for index in range(10):
         run.add("a", "x", 0.0, index=index)
     samples = read_samples(run.folder.store_path, {})
-    assert [one.identity.index for one in spread(samples, 4)] == [0, 3, 6, 9]
-    assert [one.identity.index for one in spread(samples, 1)] == [0]
+    assert [sample.identity.index for sample in spread(samples, 4)] == [0, 3, 6, 9]
+    assert [sample.identity.index for sample in spread(samples, 1)] == [0]
     assert len(spread(samples, 0)) == len(spread(samples, 99)) == 10
 
 

@@ -156,7 +156,7 @@ async def test_stale_group_is_dropped_before_its_rollouts_have_ended(
         lease = await actor.lease()
         assert lease is not None
         assert lease.group_id == "g1"
-    kept = [one.entry for one in read_ledger(tmp_path / "run.db")]
+    kept = [record.entry for record in read_ledger(tmp_path / "run.db")]
     ends = {entry.place: entry.reason for entry in kept if entry.state is RolloutState.DROPPED}
     assert ends[Place("g0", 0, 0)] is DropReason.STALE
     assert ends[Place("g0", 1, 0)] is DropReason.STALE

@@ -48,11 +48,11 @@ def expected(renderer: Renderer) -> list[list[tuple[str, float]]]:
 
 def shown(logprobs: list) -> list[list[tuple[str, float]]]:
     """Of chat completions and responses, which must agree with what they say of the sampled token."""
-    for each in logprobs:
-        top = each.top_logprobs[0]
-        assert (top.token, top.logprob, top.bytes) == (each.token, each.logprob, each.bytes)
-        assert all(bytes(one.bytes).decode() == one.token for one in each.top_logprobs)
-    return [[(one.token, one.logprob) for one in each.top_logprobs] for each in logprobs]
+    for place in logprobs:
+        top = place.top_logprobs[0]
+        assert (top.token, top.logprob, top.bytes) == (place.token, place.logprob, place.bytes)
+        assert all(bytes(token.bytes).decode() == token.token for token in place.top_logprobs)
+    return [[(token.token, token.logprob) for token in each.top_logprobs] for each in logprobs]
 
 
 async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
@@ -70,7 +70,7 @@ async def test_chat_returns_top_logprobs(gateway: Running, renderer: Renderer, s
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     assert shown(told) == expected(renderer)
     await recorded(gateway, session)
 
@@ -82,7 +82,7 @@ async def test_chat_with_0_top_logprobs_requests_none(gateway: Running, stream: 
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     assert told
     assert all(each.top_logprobs == [] for each in told)
     await recorded(gateway, session, top=0)
@@ -98,7 +98,7 @@ async def test_completions_return_top_logprobs(gateway: Running, renderer: Rende
     pieces = [event.choices[0] async for event in answer] if stream else answer.choices
     told = [piece.logprobs for piece in pieces if piece.logprobs]
     wanted = [dict(reversed(place)) for place in expected(renderer)]
-    assert [each for one in told for each in one.top_logprobs] == wanted
+    assert [token for one in told for token in one.top_logprobs] == wanted
     tokens = [token for one in told for token in one.tokens]
     assert [each for one in told for each in one.text_offset] == [0, *accumulate(map(len, tokens))][:-1]
     await recorded(gateway, session)
