@@ -17,17 +17,8 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from running_gateway import ASK, ENV_KEY, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (  # noqa: F401
-    ASK,
-    ENV_KEY,
-    Running,
-    eventually,
-    gateway,
-    model,
-    renderer,
-    running,
-)
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
@@ -161,7 +152,7 @@ def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
 
 
 @every_route
-async def test_malformed_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
+async def test_malformed_bodies_are_400(gateway: Running, route: Route):
     [session] = await gateway.open()
     for name, body in bodies(route):
         answer = await gateway.http.post(session.base_url + route.path, content=body)
@@ -175,7 +166,7 @@ async def test_malformed_bodies_are_400(gateway: Running, route: Route):  # noqa
 
 
 @every_route
-async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Running, route: Route):  # noqa: F811
+async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Running, route: Route):
     if not route.limit:
         return
     [session] = await gateway.open(sampling={"max_new_tokens": 5})
@@ -187,7 +178,7 @@ async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Runni
 
 
 @every_route
-async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Running, route: Route):  # noqa: F811
+async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Running, route: Route):
     mine, other = await gateway.open(members=2)
     url = gateway.url + "/v1" + route.path
 
@@ -209,7 +200,7 @@ async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Runnin
     assert gateway.turns(other) == []
 
 
-async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):  # noqa: F811
+async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
     """2,000 at each route, on kept connections, while a session is open that none of them is of."""
     [session] = await gateway.open()
     prefix = session.key[:-8]  # the guesses share all but the last 8 characters with a real key
@@ -277,7 +268,7 @@ LONG = f"content-length: {2**40}"
 @every_route
 @pytest.mark.parametrize("head", first_quick([CHUNKED, LONG]))
 async def test_body_of_a_hundred_megabytes_is_413(
-    gateway: Running,  # noqa: F811
+    gateway: Running,
     route: Route,
     head: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,13 +284,13 @@ async def test_body_of_a_hundred_megabytes_is_413(
 @every_route
 async def test_endless_upload_is_408_and_its_connection_is_closed(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     route: Route,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http_protocol, "_LINGER_S", 0.05)
-    async with running(tmp_path, model, renderer) as gateway:  # noqa: F811
+    async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
     async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
         upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
@@ -309,7 +300,7 @@ async def test_endless_upload_is_408_and_its_connection_is_closed(
 
 
 async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
-    gateway: Running,  # noqa: F811
+    gateway: Running,
     monkeypatch: pytest.MonkeyPatch,
 ):
     loop, lingering, later = asyncio.get_running_loop(), list[asyncio.TimerHandle](), 3600.0
@@ -345,7 +336,7 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
 # ------------------------------------------------------------------ sessions
 
 
-async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gateway: Running):  # noqa: F811
+async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gateway: Running):
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
     route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
@@ -366,11 +357,11 @@ async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gatewa
 
 async def test_unreadable_session_opening_is_answered_by_any_worker(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Behind several workers the one that was asked looks into the body first, for its `request_id`."""
-    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:  # noqa: F811
+    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:
         for raw in (
             b"[" * 10**6,
             b'{"a":' + b"[" * 10**6,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from test_gateway_turns import ASK, MORE, Running, running
+from running_gateway import ASK, MORE, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import Running, running
+from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import xgrammar
-from test_gateway_turns import ASK, Running, running
+from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer

@@ -12,15 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (
-    ASK,
-    Running,
-    eventually,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
@@ -57,8 +50,8 @@ def without_collector() -> Iterator[None]:
 @pytest.fixture
 async def gateway(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     without_collector: None,
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer, generate_timeout_s=60.0) as gateway:

@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_gateway_turns import ASK, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, Running, eventually, running
 
 from invrl.gateway import session_record
 from invrl.gateway.rendering.renderer import Renderer

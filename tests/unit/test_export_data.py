@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recorded_run import RecordedRun, record_run
+from running_gateway import Running, running
 from test_chat_tools import CALC, PARSERS, SHELL, say
-from test_gateway_turns import Running, running
 from test_samples import rows_of
 from tiny_model import make_tiny_model
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, model, renderer, running
 from test_refused_results import worker_at
 from test_training_samples import branches, forests, rollout, summary, taken, turn
 
@@ -58,8 +58,6 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
-
-__all__ = ["model", "renderer"]
 
 DECLARED = ("process_reward:token", "weight:turn=1", "score:rollout")
 COLUMNS = parse_extra_columns(DECLARED)

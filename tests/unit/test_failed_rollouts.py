@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from running_gateway import ENV_KEY, Running, running
 from test_buffer_examples import failure, make, summary, tasks
-from test_gateway_turns import ENV_KEY, Running, model, renderer, running
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
@@ -35,8 +35,6 @@ from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.tasks import label_notes
 from invrl.run.config import resolve
 from invrl.types import FailedRollout, Task
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture

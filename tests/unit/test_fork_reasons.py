@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_gateway_turns import ASK, MORE, running
+from running_gateway import ASK, MORE, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer

@@ -9,9 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes import FakeEngine, random_reply
-from test_gateway_turns import ENV_KEY, Running, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ENV_KEY, Running, running
 from test_gateway_workers import Workers
 
 from invrl.gateway.rendering.renderer import Renderer

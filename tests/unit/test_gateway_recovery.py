@@ -9,9 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import ASK, MORE, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, MORE, Running, eventually, running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession

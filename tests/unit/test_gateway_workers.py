@@ -13,9 +13,7 @@ import openai
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, ENV_KEY, MORE, Running, eventually
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.keys import signed_key

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic_core import from_json
-from test_gateway_turns import Running, model, renderer, running  # noqa: F401
+from running_gateway import Running, running
 
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -31,13 +31,13 @@ TWO = CALL + '\n<tool_call>\n{"name": "calc", "arguments": {"x": "é", "deep": {
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:  # noqa: F811
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers=parsers, max_new_tokens=200) as made:
         yield made
 
 
-def says(gateway: Running, renderer: Renderer, *replies: str) -> None:  # noqa: F811
+def says(gateway: Running, renderer: Renderer, *replies: str) -> None:
     """The engine's next replies, each ended by the end-of-turn token; the last one stays."""
     left = [[*renderer.encode(text), 2] for text in replies]
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
@@ -133,8 +133,8 @@ def assert_exact(gateway: Running, session: Session) -> None:
 
 async def test_message_start_reports_the_cached_tokens(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Nobody knows that before the first token: while it is long in coming there are pings alone."""
     async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
@@ -161,7 +161,7 @@ async def test_message_start_reports_the_cached_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     says(gateway, renderer, "<think>multiply</think>Let me see." + CALL, TWO, "It is 156.")
     options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
@@ -203,7 +203,7 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
 @pytest.mark.parametrize("stream", [False, True])
 async def test_text_after_a_call_is_returned_and_can_be_sent_back(
     gateway: Running,
-    renderer: Renderer,  # noqa: F811
+    renderer: Renderer,
     stream: bool,
 ):
     [session] = await gateway.open()
@@ -220,7 +220,7 @@ async def test_text_after_a_call_is_returned_and_can_be_sent_back(
     assert_exact(gateway, session)
 
 
-async def test_streamed_message_equals_the_whole_message(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_streamed_message_equals_the_whole_message(gateway: Running, renderer: Renderer):
     replies = [
         "plain ünïcödé 🙂",
         "<think>hm\n</think>\n\nSo.",
@@ -259,7 +259,7 @@ def answer_shows(thinking: Mapping[str, object] | None) -> bool:
     return thinking is not None and thinking["type"] != "disabled"
 
 
-async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     says(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
@@ -284,7 +284,7 @@ async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running
 
 async def test_stop_reasons_and_stop_sequences_of_messages(
     gateway: Running,
-    renderer: Renderer,  # noqa: F811
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ):
     [session] = await gateway.open()
@@ -308,7 +308,7 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
         assert len(gateway.engine.requests) == asked  # told again from the recorded turn
 
 
-async def test_message_parameters_reach_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_parameters_reach_the_engine(gateway: Running, renderer: Renderer):
     [session] = await gateway.open(purpose="serve")
     says(gateway, renderer, '{"x": 1}')
     await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
@@ -332,7 +332,7 @@ async def test_message_parameters_reach_the_engine(gateway: Running, renderer: R
         assert [block["type"] for block in answer["content"]] == ["text"]
 
 
-async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"}
     parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
@@ -352,7 +352,7 @@ async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, 
     assert shown == whole
 
 
-async def test_truncated_call_shows_its_readable_arguments(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_truncated_call_shows_its_readable_arguments(gateway: Running, renderer: Renderer):
     from invrl.gateway.dialects.messages import _input
 
     assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
@@ -364,7 +364,7 @@ async def test_truncated_call_shows_its_readable_arguments(gateway: Running, ren
     assert message["stop_reason"] in ("end_turn", "tool_use")
 
 
-async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     says(gateway, renderer, "Hello")
     gateway.engine.abort_next = True

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from test_gateway_turns import model, renderer, running  # noqa: F401
+from running_gateway import running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
@@ -66,8 +66,8 @@ def shown(path: str, raw: str, stream: bool) -> str:
 
 async def test_canaries_of_2000_concurrent_sessions_never_cross(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Every second session streams, the dialects take turns, and each session asks twice: a first answer,
     then what goes on from it. All first requests are in flight together before the engine answers any."""

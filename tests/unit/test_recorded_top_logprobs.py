@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_logprob
-from test_gateway_turns import ASK, Running, model, renderer, running
+from running_gateway import ASK, Running, running
 from test_routed_experts import conversation, rows
 
 from invrl.cli.flags import parse_flags
@@ -27,8 +27,6 @@ from invrl.train.context_share import ContextShare
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.packing import pack
 from invrl.types import RolloutSummary, Session, TrainBatch, TrainSample, WeightVersion
-
-__all__ = ["model", "renderer"]
 
 K = 3
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from test_gateway_turns import ENV_KEY, Running, model, renderer, running
+from running_gateway import ENV_KEY, Running, running
 from test_rollout_dispatcher import HeldPool, Leases, Opener
 
 from invrl.buffer.config import BufferConfig
@@ -40,8 +40,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, Running
 from starlette.types import Message, Scope
-from test_gateway_turns import ASK, Running
-from test_gateway_turns import gateway as gateway
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 from test_gateway_workers import Workers
 from test_gateway_workers import workers as workers
 

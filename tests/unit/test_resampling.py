@@ -11,16 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, MORE, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (
-    ASK,
-    MORE,
-    Running,
-    eventually,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
 from training_rows import training_rows
 
 from invrl.gateway.rendering.renderer import Renderer
@@ -40,8 +32,8 @@ BODIES = {
 @pytest.fixture
 async def gateway(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as gateway:
         yield gateway
@@ -124,8 +116,8 @@ async def test_samples_of_one_prompt_are_siblings(gateway: Running):
 
 async def test_samples_of_the_first_prompt_are_one_conversation(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Each is a root, but none of them departed from anything: they fork nothing, and all are trained."""
     async with running(tmp_path, model, renderer, train_auxiliary_roots=False) as gateway:
@@ -252,8 +244,8 @@ async def test_retry_of_the_only_request_joins_its_generation_or_gets_its_reply(
 
 async def test_successor_worker_gives_each_undelivered_reply_to_only_one_request(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with running(tmp_path, model, renderer) as gateway:

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from openai.types.responses import Response
-from test_gateway_turns import Running, eventually, running
+from running_gateway import Running, eventually, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer

@@ -11,14 +11,7 @@ import pytest
 from fakes import fake_experts
 from family_models import make_family_model
 from numpy.typing import NDArray
-from test_gateway_turns import (
-    ASK,
-    MORE,
-    Running,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
+from running_gateway import ASK, MORE, Running, running
 
 from invrl.algorithms.advantages import grpo
 from invrl.buffer.training_samples import build_batch
@@ -153,8 +146,8 @@ def expected(sample: TrainSample) -> NDArray[np.int32]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_row_has_the_experts_of_all_its_turns(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     stream: bool,
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
@@ -173,8 +166,8 @@ async def test_a_row_has_the_experts_of_all_its_turns(
 
 async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
         [session] = await gateway.open()
@@ -199,8 +192,8 @@ async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
 
 async def test_experts_are_requested_only_if_the_run_replays_them(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()

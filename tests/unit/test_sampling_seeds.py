@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from test_gateway_turns import ASK, MORE, model, renderer, running  # noqa: F401
+from running_gateway import ASK, MORE, running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns.sampling import sampling_seed
@@ -65,8 +65,8 @@ def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
 
 async def test_the_gateway_sends_a_seed_with_each_generation(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer, sampling_seed=5) as gateway:
         # One answer to all, so that the prompts of the second turns are equal too.

@@ -20,8 +20,8 @@ from fakes import random_reply
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 from test_bad_requests import CHUNKED, Upload
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags
@@ -38,8 +38,6 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
 from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Session, Task
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture

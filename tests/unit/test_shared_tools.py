@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-from test_gateway_turns import ASK, Running, running
+from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.chat_template import chat_template_source

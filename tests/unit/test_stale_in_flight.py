@@ -11,10 +11,8 @@ from pathlib import Path
 
 import openai
 import pytest
+from running_gateway import ASK, MORE, Running, eventually, running
 from test_buffer_state_machine import failed, finished
-from test_gateway_turns import ASK, MORE, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 
 from invrl.buffer import buffer_actor
 from invrl.buffer.buffer_actor import BufferActor

@@ -11,9 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 from fakes import fake_logprob
-from test_gateway_turns import ASK, Running, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, Running, running
 
 from invrl.engines.sglang_answers import decode_event
 from invrl.errors import ServerError
