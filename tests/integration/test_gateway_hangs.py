@@ -12,8 +12,7 @@ import httpx
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
-from slow_cases import first_quick
-from test_gateway_durability import (
+from gateway_processes import (
     GROUP,
     TURNS,
     Agent,
@@ -24,6 +23,7 @@ from test_gateway_durability import (
     until,
     workers,
 )
+from slow_cases import first_quick
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer

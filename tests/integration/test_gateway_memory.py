@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
+from gateway_processes import serving, settings_for, until, workers
 from slow_cases import first_quick
-from test_gateway_durability import serving, settings_for, until, workers
 
 CONNECTIONS = 40
 BODY = 16_000_000

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import GROUP_FILTERS, group_filter_function, nonzero_variance
+from invrl.buffer.group_filters import group_filter_function, nonzero_variance
 from invrl.buffer.ledger import Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
@@ -17,89 +18,7 @@ from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import rollout_metrics
 from invrl.reasons import DropReason, FailureReason
-from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, Group, GroupLease, Place, RolloutSummary, Task, WeightVersion
-
-
-def summary(
-    group_id: str,
-    index: int,
-    attempt: int = 0,
-    *,
-    reward: float = 1.0,
-    oldest: int = 0,
-    newest: int = 0,
-    tokens: int = 5,
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=f"{group_id}.{index}.{attempt}",
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=10,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=tokens,
-        trained_tokens=tokens,
-        truncated=False,
-        oldest_version=WeightVersion(oldest),
-        newest_version=WeightVersion(newest),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def failure(group_id: str, index: int, attempt: int = 0) -> FailedRollout:
-    return FailedRollout(
-        session_id=f"{group_id}.{index}.{attempt}",
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=attempt,
-        reason=FailureReason.EXCEPTION,
-        detail="boom",
-    )
-
-
-def tasks(count: int = 1000) -> Iterator[Task]:
-    return (Task(id=f"t{n}", payload={}) for n in range(count))
-
-
-def make(
-    *,
-    staleness: int = 0,
-    over: int = 0,
-    batch: int = 1,
-    group: int = 2,
-    attempts: int = 2,
-    source: Iterator[Task] | None = None,
-    group_filter: GroupFilter = GROUP_FILTERS["none"],
-    entries: list[LedgerEntry] | None = None,
-) -> GroupBuffer:
-    return GroupBuffer(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
-        tasks=source if source is not None else tasks(),
-        group_filter=group_filter,
-        emit=[].append if entries is None else entries.append,
-    )
-
-
-def lease_all(buffer: GroupBuffer) -> list[GroupLease]:
-    leases = []
-    while (lease := buffer.lease()) is not None:
-        leases.append(lease)
-    return leases
-
-
-def complete(buffer: GroupBuffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
-    for index in range(group):
-        buffer.record(summary(group_id, index, reward=float(index), oldest=oldest, newest=newest))
+from invrl.types import Group, Place, Task, WeightVersion
 
 
 def values(buffer: GroupBuffer) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
+from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from crash_at import CrashAt
-from test_run_folder import config
+from run_config import config
 
 from invrl.errors import ConfigError
 from invrl.file_entry import FileEntries

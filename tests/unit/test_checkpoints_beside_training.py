@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from test_saved_model import NO_MODEL, FolderTrainer, names
+from folder_trainer import NO_MODEL, FolderTrainer, names
 
 from invrl.errors import TrainError
 from invrl.file_entry import FileEntries

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from handmade_rollouts import rollout, summary, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_samples import rollout, summary, turn
 
 from invrl.algorithms.advantages import configured_advantage
 from invrl.algorithms.config import AlgorithmConfig

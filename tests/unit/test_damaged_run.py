@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from run_config import config
 from slow_cases import first_quick
-from test_run_folder import config
 
 from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
 from invrl.buffer.snapshot import BufferSnapshot

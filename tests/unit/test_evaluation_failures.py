@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_buffer_examples import failure, summary
+from small_buffer import failure, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError

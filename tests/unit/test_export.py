@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from crash_at import CrashAt
+from run_config import config
 from safetensors.torch import load_file
-from test_run_folder import config
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

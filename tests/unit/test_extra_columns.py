@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
 from test_refused_results import worker_at
-from test_training_samples import branches, forests, rollout, summary, taken, turn
 
 from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from running_gateway import ENV_KEY, Running, running
-from test_buffer_examples import failure, make, summary, tasks
+from small_buffer import failure, make, summary, tasks
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor

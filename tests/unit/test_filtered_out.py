@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_buffer_examples import failure, lease_all, summary, tasks
+from small_buffer import failure, lease_all, summary, tasks
 from test_loop import EmptyBatches, FixedSteps, Notes
 
 from invrl.buffer.buffer_actor import BufferActor

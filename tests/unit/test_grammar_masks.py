@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_training_samples import rollout, turn
+from handmade_rollouts import rollout, turn
 from tiny_model import make_tiny_model
 from training_rows import training_rows
 from transformers import AutoTokenizer

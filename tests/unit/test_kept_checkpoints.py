@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from crash_at import CrashAt
+from folder_trainer import NO_MODEL, names, trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from test_saved_model import NO_MODEL, names, trainer
 
 from invrl.errors import ConfigError
 from invrl.run.checkpoint import Checkpoint, check_served, keep_model

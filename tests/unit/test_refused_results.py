@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from dispatcher_parts import HeldPool, Leases, Opener
 from running_gateway import ENV_KEY, Running, running
-from test_rollout_dispatcher import HeldPool, Leases, Opener
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -336,7 +336,7 @@ def test_a_filter_that_exits_drops_the_group() -> None:
 
 def filtered_by(group_filter: Callable[[Group], str | None]) -> GroupBuffer:
     """A buffer whose one complete group has met this filter."""
-    from test_buffer_examples import summary
+    from small_buffer import summary
 
     buffer = GroupBuffer(
         BufferConfig(),

@@ -8,19 +8,13 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_config import config
 
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, load_resolved, resolve
+from invrl.run.config import Source, load_resolved, resolve
 from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
-
-
-def config(root: Path, name: str = "", **train: Any) -> Config:
-    return resolve(
-        Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
-    )
 
 
 def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_config import config
 from slow_cases import first_quick
-from test_run_folder import config
 
 from invrl.host.process import still_running
 from invrl.run.folder import make_run_folder

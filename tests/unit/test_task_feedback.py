@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_buffer import failure, lease_all, make, summary, tasks
 from stored_rollouts import finish as finish_session
 from stored_rollouts import summary_of
-from test_buffer_examples import failure, lease_all, make, summary, tasks
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig

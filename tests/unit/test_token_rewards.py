@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_training_samples import rollout, summary, turn
+from handmade_rollouts import rollout, summary, turn
 
 from invrl.algorithms.advantages import dr_grpo
 from invrl.algorithms.credit import CreditRules

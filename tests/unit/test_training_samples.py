@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from training_rows import training_rows
 
 from invrl.algorithms.advantages import dr_grpo, grpo
@@ -21,80 +20,12 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
 from invrl.types import (
-    FinishReason,
     Group,
-    Rollout,
     RolloutSummary,
     TakenBatch,
-    Trajectory,
     Turn,
-    VersionSpan,
     WeightVersion,
 )
-
-
-def turn(
-    id: str,
-    parent: str | None,
-    context: Sequence[int],
-    sampled: Sequence[int],
-    *,
-    version: int = 0,
-    finish: FinishReason = "stop",
-    delivered: bool = True,
-    temperature: float = 1.0,
-) -> Turn:
-    """The log-prob of token n is -n/100, so that a row can be checked by its ids."""
-    return Turn(
-        id=id,
-        session_id="s",
-        parent_id=parent,
-        context_ids_T=np.array(context, np.int32),
-        sampled_ids_T=np.array(sampled, np.int32),
-        logprobs_T=np.array(sampled, np.float32) / -100,
-        spans=(VersionSpan(version=WeightVersion(version), start=0, end=len(sampled)),),
-        finish_reason=finish,
-        request_digest="",
-        delivered=delivered,
-        temperature=temperature,
-        prompt_tokens=len(context),
-        cached_tokens=0,
-        fork_reason="",
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def summary(
-    session_id: str = "s", group_id: str = "g", index: int = 0, reward: float = 1.0
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=session_id,
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=2,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=1,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=1,
-        trained_tokens=1,
-        truncated=False,
-        oldest_version=WeightVersion(0),
-        newest_version=WeightVersion(0),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def rollout(*paths: Sequence[Turn], of: RolloutSummary | None = None) -> Rollout:
-    return Rollout(
-        summary=of or summary(), trajectories=tuple(Trajectory(turns=tuple(path)) for path in paths)
-    )
 
 
 def test_one_branch_is_one_row() -> None:
@@ -170,40 +101,6 @@ def test_several_temperatures_in_a_row_are_refused() -> None:
         training_rows(rollout([a, b]))
 
 
-@st.composite
-def forests(draw: st.DrawFn) -> list[Turn]:
-    """Random forests of up to 8 turns; every sampled id is unique, so tokens can be counted."""
-    ids = itertools.count(1)
-    turns: list[Turn] = []
-    for n in range(draw(st.integers(1, 8))):
-        parent = draw(st.sampled_from([None, *(t.id for t in turns)]))
-        turns.append(
-            turn(
-                f"t{n}",
-                parent,
-                [next(ids) for _ in range(draw(st.integers(1, 3)))],
-                [next(ids) for _ in range(draw(st.integers(0, 3)))],
-                delivered=draw(st.booleans()),
-                finish=draw(st.sampled_from(["stop", "length", "abort"])),
-                version=draw(st.integers(0, 3)),
-            )
-        )
-    return turns
-
-
-def branches(turns: list[Turn]) -> list[list[Turn]]:
-    by_id = {t.id: t for t in turns}
-    paths = []
-    for leaf in turns:
-        if any(t.parent_id == leaf.id for t in turns):
-            continue
-        path = [leaf]
-        while (parent := path[0].parent_id) is not None:
-            path.insert(0, by_id[parent])
-        paths.append(path)
-    return paths
-
-
 @settings(max_examples=200, deadline=None)
 @given(turns=forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
@@ -227,23 +124,6 @@ def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> Non
 
 
 # ------------------------------------------------------------------ batches
-
-
-def taken(*groups: tuple[str, list[float]]) -> TakenBatch:
-    return TakenBatch(
-        batch_id=4,
-        version=WeightVersion(7),
-        groups=tuple(
-            Group(
-                id=name,
-                task_id="t",
-                rollouts_G=tuple(
-                    summary(f"{name}.{index}", name, index, reward) for index, reward in enumerate(rewards)
-                ),
-            )
-            for name, rewards in groups
-        ),
-    )
 
 
 def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_run_folder import config
+from run_config import config
 
 from invrl.cli.main import main
 from invrl.errors import ServerError, WeightSyncError
