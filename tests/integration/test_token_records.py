@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
-from train_reference import random_batch
+from train_reference import random_batch, rewarded_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
@@ -111,8 +111,6 @@ def test_step_records_the_advantages_of_the_critic(layout: str, pool: RankPool, 
 def recorded_by_critic(
     pool: RankPool, model: Path, algorithm: AlgorithmConfig, layout: ParallelLayout
 ) -> tuple[Arrays, Arrays]:
-    from test_critic import rewarded_batch
-
     trainer = pool.build(model, layout=layout, train=settings(), algorithm=algorithm)
     return recorded(trainer, rewarded_batch(4), steps=2)
 
@@ -124,8 +122,6 @@ def test_no_token_record_is_written_if_turned_off(pool: RankPool, model: Path) -
 
 
 def test_critic_warm_up_batch_has_no_trained_row(pool: RankPool, model: Path) -> None:
-    from test_critic import rewarded_batch
-
     train = settings().model_copy(update={"critic_warmup_steps": 1})
     trainer = pool.build(model, train=train, algorithm=AlgorithmConfig(advantage="gae"))
     [result] = trainer.train_records(rewarded_batch(4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import rows
+from packed_rows import rows
 
 from invrl.train import attention_calls, packing
 from invrl.train.attention_calls import AttentionCalls, BlockCalls

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loop_parts import EmptyBatches, Notes
 from recorded_run import record_run
 from stored_rollouts import finish, summary_of
-from test_loop import EmptyBatches, Notes
 
 from invrl.observe.console_samples import choose_rollouts, show_samples
 from invrl.observe.progress import PlainProgress

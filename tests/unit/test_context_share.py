@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import LAYOUTS, rows, visible
+from packed_rows import LAYOUTS, rows, visible
 
 from invrl.train import packing
 from invrl.train.context_share import ContextShare

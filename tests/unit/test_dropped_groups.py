@@ -14,11 +14,11 @@ import httpx
 import openai
 import pytest
 from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
+from fake_workers import FakeWorker, assignment, given, reasons, started_pool
 from running_gateway import ASK, ENV_KEY, Running, eventually, running
 from test_buffer_state_machine import failed, finished
 from test_buffer_waits import Outbox
 from test_buffer_waits import running as buffering
-from test_rollout_worker_pool import FakeWorker, assignment, given, reasons, started_pool
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loop_parts import EmptyBatches, FixedSteps, Notes
 from small_buffer import failure, lease_all, summary, tasks
-from test_loop import EmptyBatches, FixedSteps, Notes
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig

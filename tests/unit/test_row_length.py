@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_packing import batch_of, sample
+from packed_rows import batch_of, sample
 from tiny_model import make_tiny_model
 
 from invrl.cli.checks.settings_checks import check_row_length, longest_conversation
