@@ -88,7 +88,8 @@ def surrogate_of(
 ) -> float:
     ratio = ratio_of(row, t, moving, still, old, c.ratio_level)
     stopped_ratio = ratio_of(row, t, still, still, old, c.ratio_level)
-    low, high = 1 - c.eps_clip_low, 1 + c.eps_clip_high
+    low = 1 - c.eps_clip_low
+    high = 1 + c.eps_clip_high
     if c.policy_loss == "clip":
         loss = -min(ratio * a, min(max(ratio, low), high) * a)
         if c.dual_clip and a < 0:
@@ -107,12 +108,15 @@ def surrogate_of(
         return -a * moving[t]
     if c.policy_loss == "vespo":
         log_w = bounded(sum(still[s] - row.rollout_logprobs[s] for s in range(len(still))))
-        power, decay = (c.vespo_power_positive, c.vespo_decay_positive)
+        power = c.vespo_power_positive
+        decay = c.vespo_decay_positive
         if a < 0:
-            power, decay = (c.vespo_power_negative, c.vespo_decay_negative)
+            power = c.vespo_power_negative
+            decay = c.vespo_decay_negative
         weight = math.exp(log_w)
         return -(weight**power) * math.exp(decay * (1 - weight)) * a * moving[t]
-    p, q = math.exp(still[t]), math.exp(row.rollout_logprobs[t])
+    p = math.exp(still[t])
+    q = math.exp(row.rollout_logprobs[t])
     distance = abs(p - q)
     if c.policy_loss == "dppo_kl":
         distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
@@ -262,7 +266,8 @@ def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
                 moved[index][t] += step
                 return reference_loss(rows, moved, c)
 
-            above, below = at(STEP), at(-STEP)
+            above = at(STEP)
+            below = at(-STEP)
             one_sided = abs((above - middle) - (middle - below)) / STEP
             gradient.append(math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP))
     return gradient

@@ -109,7 +109,8 @@ def reference_loss(
             ratio = math.exp(still + moved.get((r, t, -1), 0.0) - old)
             a = token.advantage
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
-                p, q = still, token.rollout[token.sampled]
+                p = still
+                q = token.rollout[token.sampled]
                 is_far = divergence_of(token, name=config.policy_loss) > config.dppo_threshold
                 masked = is_far and ((a > 0 and p > q) or (a < 0 and p < q))
                 losses.append(0.0 if masked else -ratio * a)
@@ -125,7 +126,8 @@ def reference_loss(
                 ratio = own
             if token.entropy > bound and a < 0 and token.candidates[:1] == [token.sampled]:
                 ratio = config.simko_top1_weight * ratio
-            low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
+            low = 1 - config.eps_clip_low
+            high = 1 + config.eps_clip_high
             losses.append(-min(ratio * a, min(max(ratio, low), high) * a))
     return sum(losses) / len(losses)
 

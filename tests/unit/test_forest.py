@@ -18,8 +18,11 @@ from invrl.gateway.turns.message_identity import digests
 from invrl.gateway.types import ADVICE, ForkReason, MatchLevel, Message, Node, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
-SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
-MORE, REPLY_2 = Message("user", "more"), Message("assistant", "b")
+SYSTEM = Message("system", "s")
+ASK = Message("user", "q")
+REPLY = Message("assistant", "a")
+MORE = Message("user", "more")
+REPLY_2 = Message("assistant", "b")
 
 
 def node(
@@ -72,7 +75,9 @@ def test_a_replaced_reply_is_an_edited_history():
     root = forest.match([ASK, Message("assistant", "edited"), MORE])
     assert (root.node, root.fork) == (None, ForkReason.HISTORY_EDITED)
     branch = forest.match([ASK, REPLY, MORE, Message("assistant", "edited"), MORE])
-    assert (branch.node, branch.depth, branch.fork) == (first, 2, ForkReason.HISTORY_EDITED)
+    assert branch.node == first
+    assert branch.depth == 2
+    assert branch.fork == ForkReason.HISTORY_EDITED
 
 
 def test_conversation_without_a_shared_reply_is_new():
@@ -91,7 +96,8 @@ def test_shortened_history_before_a_reply_is_a_compaction():
 
 def test_changed_tools_fork_with_their_own_reason():
     forest = Forest()
-    calc, shell = Tool(name="calc", parameters='{"a": 1, "b": 2}'), Tool(name="shell")
+    calc = Tool(name="calc", parameters='{"a": 1, "b": 2}')
+    shell = Tool(name="shell")
     first = node("1", [ASK, REPLY], tools=(calc,))
     forest.add(first)
     assert forest.match([ASK, REPLY, MORE], (Tool(name="calc", parameters='{"b":2,"a":1}'),)).node is first
@@ -170,7 +176,8 @@ messages = st.builds(Message, st.sampled_from(["user", "assistant"]), st.sampled
 
 @given(st.lists(st.lists(messages, min_size=1, max_size=3), min_size=1, max_size=6), st.data())
 def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message]], data: st.DataObject):
-    forest, nodes = Forest(), []
+    forest = Forest()
+    nodes = []
     for number, added in enumerate(turns):
         parent = data.draw(st.sampled_from([None, *nodes]))
         nodes.append(node(str(number), [*added, REPLY], parent))
@@ -199,7 +206,9 @@ def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel)
     """Also where a tool's result answers a call of turns ago, and ids of calls come again."""
     again = replace(CALLS, tool_calls=CALLS.tool_calls[:1])
     turns = [[ASK, CALLS], [RESULTS[0], again], [RESULTS[0], REPLY], [RESULTS[1], MORE, REPLY_2]]
-    forest, path, said = Forest(level), None, []
+    forest = Forest(level)
+    path = None
+    said = []
     for at, added in enumerate(turns):
         path = node(str(at), added, path)
         forest.add(path)
@@ -222,7 +231,9 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
     renamed = replace(CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls))
     results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
     match = forest.match([ASK, renamed, *results])
-    assert (match.node, match.depth, match.new) == (first, 2, tuple(RESULTS))
+    assert match.node == first
+    assert match.depth == 2
+    assert match.new == tuple(RESULTS)
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     again = forest.match([ASK, renamed, *results, REPLY, MORE])
@@ -233,7 +244,8 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
 
 def test_branch_whose_call_ids_the_client_has_continues():
     """Two samples made the same calls behind other thinking, which the client leaves out."""
-    forest, replies = Forest(), []
+    forest = Forest()
+    replies = []
     for branch in "ab":
         calls = tuple(replace(call, id=branch + call.id) for call in CALLS.tool_calls)
         replies.append(replace(CALLS, reasoning=branch, tool_calls=calls))
@@ -277,14 +289,16 @@ def test_a_missing_argument_is_the_default_of_its_schema(sampled: str, sent: str
     forest.add(first)
     reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", sent),))
     match = forest.match([ASK, reply, RESULTS[0]], (EDIT,))
-    assert (match.node is first, match.fork) == (same, None if same else ForkReason.HISTORY_EDITED)
+    assert (match.node is first) == same
+    assert match.fork == (None if same else ForkReason.HISTORY_EDITED)
 
 
 @pytest.mark.parametrize(
     "schema", ['{"properties": [], "default": 1}', '{"$ref": "#/$ref", "default": 1}', '"default"']
 )
 def test_unusable_schema_gives_no_defaults(schema: str):
-    forest, tool = Forest(MatchLevel.CANONICAL), Tool(name="calc", parameters=schema)
+    forest = Forest(MatchLevel.CANONICAL)
+    tool = Tool(name="calc", parameters=schema)
     forest.add(node("1", [ASK, CALLS], tools=(tool,)))
     assert forest.match([ASK, replace(CALLS, content="sure"), *RESULTS], (tool,)).depth == 2
 
@@ -331,7 +345,8 @@ def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
     def system(minute: int) -> Message:
         return Message("system", f"You are a helpful agent. The time is 09:{minute}, and the day is long.")
 
-    forest, okay = Forest(), Message("assistant", "okay")
+    forest = Forest()
+    okay = Message("assistant", "okay")
     for turn in range(1, 4):  # the reply says the same in every turn
         forest.add(node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay]))
     match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
@@ -348,7 +363,8 @@ def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
 def test_departing_request_is_compared_once_with_each_message(monkeypatch: pytest.MonkeyPatch):
     """An agent that polls has many equal replies, and with the time in its system prompt each request departs
     from all of them. What was recorded is not taken apart anew for each candidate."""
-    forest, turns = Forest(), 40
+    forest = Forest()
+    turns = 40
     history: list[Message] = []
     for turn in range(turns):
         poll = Message("assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),))
@@ -372,7 +388,8 @@ def test_departing_request_is_compared_once_with_each_message(monkeypatch: pytes
 
 @given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
 def test_differing_texts_are_shown_from_their_first_difference(before: str, one: str, other: str):
-    recorded, sent = before + one, before + other
+    recorded = before + one
+    sent = before + other
     common = common_characters(recorded, sent)
     assert recorded[:common] == sent[:common]
     assert len(before) <= common <= min(len(recorded), len(sent))
@@ -452,7 +469,8 @@ def test_advice_names_a_higher_match_level_only_where_it_helps(level: MatchLevel
 
 
 def test_changed_tools_are_shown():
-    forest, calc = Forest(), Tool(name="calc", description="Computes sums.")
+    forest = Forest()
+    calc = Tool(name="calc", description="Computes sums.")
     forest.add(node("1", [ASK, REPLY], tools=(calc,)))
     added = forest.match([ASK, REPLY, MORE], (calc, Tool(name="shell")))
     assert changed(added) == (ForkReason.TOOLS_CHANGED, 0, "tools", "calc", "calc, shell")

@@ -65,15 +65,20 @@ async def test_session_continues_its_exact_ids_after_a_restart(life: Life, rende
         expected = [int(token) for ids in path for token in ids] + renderer._tokenizer.encode(tail)
         assert gateway.engine.requests[0]["input_ids"] == expected
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
-        assert (shown["state"], shown["reward"], len(shown["turns"])) == ("open", 0.25, 3)
+        assert shown["state"] == "open"
+        assert shown["reward"] == 0.25
+        assert len(shown["turns"]) == 3
         answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
         outcome = answer.json()
-        assert (outcome["num_turns"], outcome["forks"], outcome["reward"]) == (3, 0, 0.25)
+        assert outcome["num_turns"] == 3
+        assert outcome["forks"] == 0
+        assert outcome["reward"] == 0.25
         assert outcome["trained_tokens"] == outcome["sampled_tokens"]
     async with life.again() as gateway:
         assert (await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)).json() == outcome
         refused = await gateway.env("/v1/chat/completions", {}, key=session.key)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "session_closed")
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "session_closed"
         assert (await gateway.env("/sessions/ses-00no/finish", {})).status_code == 404
         assert [o.session_id for _, o in gateway.store.outbox_after(0)] == [session.id]
 
@@ -125,7 +130,8 @@ async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(li
         assert whole.id != aborted.id
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.num_turns, summary.trained_tokens) == (2, len(whole.sampled_ids_T))
+        assert summary.num_turns == 2
+        assert summary.trained_tokens == len(whole.sampled_ids_T)
 
 
 async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_seed_count(
@@ -169,7 +175,8 @@ async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
         for session, (_, outcome) in zip(sessions, gateway.store.outbox_after(0), strict=True):
             assert isinstance(outcome, FailedRollout)
-            assert (outcome.session_id, outcome.reason) == (session.id, FailureReason.TIMEOUT)
+            assert outcome.session_id == session.id
+            assert outcome.reason == FailureReason.TIMEOUT
             assert gateway.store.closed_session(session.id).state == "expired"
 
 
@@ -231,15 +238,18 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         await gateway.env(f"/sessions/{done.id}/reward", {"reward": 6.0}, key=done.key)
         summary = await gateway.finish(parent, reward=1.0)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.turn_rewards, summary.branch_rewards) == ({first: 3.0}, {second: -2.0})
+        assert summary.turn_rewards == {first: 3.0}
+        assert summary.branch_rewards == {second: -2.0}
         assert summary.child_rewards == {child.id: 1.0, done.id: 6.0, grandchild.id: 6.0, late.id: 1.0}
-        assert (summary.num_turns, summary.trained_tokens) == (6, summary.sampled_tokens)
+        assert summary.num_turns == 6
+        assert summary.trained_tokens == summary.sampled_tokens
         trained = {t.id for path in gateway.store.rollout(parent.id).trajectories for t in path.turns}
         assert len(trained) == 6
     async with life.again() as gateway:
         assert gateway.store.live_sessions() == []
         answer = await gateway.env(f"/sessions/{done.id}/reward", {"reward": 0.0}, key=done.key)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+        assert answer.status_code == 409
+        assert answer.json()["error"]["code"] == "session_closed"
 
 
 async def test_sampled_tokens_count_towards_the_limit_across_a_restart(life: Life):
@@ -297,7 +307,8 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
         refused = await gateway.env(
             "/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "two"}
         )
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "not_leased"
         assert store.expire(float("inf")) == []
     store.close()
 

@@ -116,7 +116,9 @@ async def test_any_worker_serves_any_session(workers: Workers):
         assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.num_turns, summary.forks, summary.trained_tokens) == (5, 1, summary.sampled_tokens)
+        assert summary.num_turns == 5
+        assert summary.forks == 1
+        assert summary.trained_tokens == summary.sampled_tokens
 
 
 async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Workers):
@@ -158,7 +160,8 @@ async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
         await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x" * 30_000}]
         )
-    assert (large.value.status_code, large.value.code) == (413, "request_too_large")
+    assert large.value.status_code == 413
+    assert large.value.code == "request_too_large"
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key=other.key).chat.completions.create(model="tiny", messages=[ASK])
     for guess in ("isk-ff" + session.key[6:], "isk-01guess", "isk-zz", "isk-"):
@@ -177,7 +180,8 @@ async def test_repeated_opening_under_one_request_id_returns_the_same_sessions(
     answer = await workers.at[1].env(
         "/sessions", {"task_id": "t", "group_id": "h", "members": [{"index": 0}], "request_id": "first"}
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "request_id_reused")
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == "request_id_reused"
     owners = {
         (await workers.at[0].open(request_id=name))[0].id[:6] for name in ("one", "two", "three", "four")
     }
@@ -203,7 +207,9 @@ async def test_child_session_is_owned_by_the_worker_of_its_parent(workers: Worke
         answer = await workers.at[asked].env(f"/sessions/{parent.id}/children", body, key=parent.key)
         assert answer.status_code == 201, answer.text
         [child] = answer.json()["sessions"]
-        assert (child["id"][:6], child["key"][:6], child["parent_id"]) == ("ses-01", "isk-01", parent.id)
+        assert child["id"][:6] == "ses-01"
+        assert child["key"][:6] == "isk-01"
+        assert child["parent_id"] == parent.id
     shown = (await workers.at[0].env(f"/sessions/{parent.id}")).json()
     assert (len(shown["children"]), shown["children"][-1]) == (2, child["id"])
     assert (await workers.at[0].env("/metrics?worker=own")).json()["sessions"] == {}
@@ -282,7 +288,9 @@ async def test_request_unanswered_by_a_dead_worker_goes_to_its_successor(
     owner = DyingOwner(2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok")
     async with a_worker_beside(owner, tmp_path, model, renderer) as both:
         answer = await both.at[0].env("/sessions/ses-01abc/finish", {"reward": 1.0})
-        assert (answer.status_code, answer.text, answer.headers["x-own"]) == (207, "ok", "1")
+        assert answer.status_code == 207
+        assert answer.text == "ok"
+        assert answer.headers["x-own"] == "1"
         assert owner.heard == [b'{"reward":1.0}'] * 3
         assert "then" not in answer.headers.get_list("date")
 
@@ -304,7 +312,8 @@ async def test_dead_owning_worker_is_a_503_that_clients_retry(
     async with a_worker_beside(DyingOwner(10**9, b""), tmp_path, model, renderer) as both:
         key = signed_key("isk-01" + "A" * 32, ENV_KEY.encode())
         answer = await both.at[0].env(f"/s/{key}/v1/chat/completions", {})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_unavailable")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "gateway_unavailable"
 
 
 def test_owning_worker_is_read_from_the_name_of_a_session_or_key():

@@ -68,7 +68,8 @@ def assembled(text: str) -> dict[str, Any]:
     """The message that a stream tells, as clients put it together. Blocks come one after another."""
     message: dict[str, Any] = {}
     texts: list[str] = []
-    open_block, ended = None, False
+    open_block = None
+    ended = False
     for event in text.strip().split("\n\n"):
         name, _, data = event.partition("\n")
         told = json.loads(data.removeprefix("data: "))
@@ -84,7 +85,8 @@ def assembled(text: str) -> dict[str, Any]:
                 message["content"].append(told["content_block"])
                 texts.append("")
             case "content_block_delta":
-                block, delta = message["content"][told["index"]], told["delta"]
+                block = message["content"][told["index"]]
+                delta = told["delta"]
                 match delta["type"]:
                     case "text_delta":
                         block["text"] += delta["text"]
@@ -167,12 +169,10 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
     options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
     first = await ask(gateway, session, [ASK], **options)
     thought, text, call = first["content"]
-    assert (first["type"], first["role"], first["model"], first["stop_reason"]) == (
-        "message",
-        "assistant",
-        "tiny",
-        "tool_use",
-    )
+    assert first["type"] == "message"
+    assert first["role"] == "assistant"
+    assert first["model"] == "tiny"
+    assert first["stop_reason"] == "tool_use"
     assert (thought["thinking"], text["text"]) == ("multiply", "Let me see.")
     assert thought["signature"]
     assert (call["name"], call["input"]) == ("calc", {"x": "12*13"})
@@ -193,7 +193,8 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
     history.append({"role": "user", "content": results(second, is_error=True)})
     history[-1]["content"][0]["content"] = texts
     last = await ask(gateway, session, history, **options)
-    assert (last["content"], last["stop_reason"]) == ([{"type": "text", "text": "It is 156."}], "end_turn")
+    assert last["content"] == [{"type": "text", "text": "It is 156."}]
+    assert last["stop_reason"] == "end_turn"
     assert_exact(gateway, session)
     assert len(gateway.turns(session)) == 3
     seen = renderer.reply_text(gateway.engine.requests[1]["input_ids"], special=True)
@@ -300,7 +301,8 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
     for stream in (False, True):
         stopped = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
         assert gateway.engine.requests[-1]["sampling_params"]["stop"] == ["X", "STOP"]
-        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert stopped["stop_reason"] == "stop_sequence"
+        assert stopped["stop_sequence"] == "STOP"
         assert stopped["content"] == [{"type": "text", "text": "one two three "}]
         asked = len(gateway.engine.requests)
         again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream, retries=1)
@@ -313,7 +315,9 @@ async def test_message_parameters_reach_the_engine(gateway: Running, renderer: R
     says(gateway, renderer, '{"x": 1}')
     await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
     params = gateway.engine.requests[-1]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.25, 0.5, 7)
+    assert params["temperature"] == 0.25
+    assert params["top_p"] == 0.5
+    assert params["top_k"] == 7
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
     for body in ({"output_format": form}, {"output_config": {"format": form, "effort": "low"}}):
@@ -373,7 +377,8 @@ async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer
     name, _, data = last.partition("\n")
     assert name == "event: error"
     error = json.loads(data.removeprefix("data: "))
-    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "overloaded_error"
     assert "abort" in error["error"]["message"]
 
 
@@ -444,7 +449,8 @@ async def test_bad_messages_body_is_a_400_in_anthropics_shape(gateway: Running):
         assert answer.status_code == 400, (name, answer.text)
         assert answer.json().keys() == {"type", "error", "request_id"}
         error = answer.json()["error"]
-        assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error"), name
+        assert answer.json()["type"] == "error", name
+        assert error["type"] == "invalid_request_error", name
         assert error["message"]
         assert name != "too long" or error["message"].startswith("prompt is too long")
     assert gateway.engine.requests == []
@@ -461,7 +467,8 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     one = await gateway.http.get(base + "/models/tiny", headers=version)
     assert one.json() == found.json()["data"][0]
     body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
-    http, open_url = gateway.http, gateway.url + "/v1/messages"
+    http = gateway.http
+    open_url = gateway.url + "/v1/messages"
     bearer = {"authorization": f"Bearer {session.key}"}
     for headers in ({"x-api-key": session.key}, bearer):
         assert (await http.post(open_url, json=body, headers=headers)).status_code == 200
@@ -474,13 +481,16 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
         (401, "authentication_error", ""): await http.get(gateway.url + "/v1/models", headers=version),
     }
     for (status, kind, *_), answer in refused.items():
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), answer.text
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["type"] == kind, answer.text
     gateway.engine.drop_connections = 2
     lost = await http.post(base + "/messages", json=body | {"max_tokens": 7})
-    assert (lost.status_code, lost.json()["error"]["type"]) == (503, "overloaded_error")
+    assert lost.status_code == 503
+    assert lost.json()["error"]["type"] == "overloaded_error"
     await gateway.finish(session)
     closed = await http.post(base + "/messages/count_tokens", json=body)
-    assert (closed.status_code, closed.json()["error"]["type"]) == (401, "authentication_error")
+    assert closed.status_code == 401
+    assert closed.json()["error"]["type"] == "authentication_error"
 
 
 async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch: pytest.MonkeyPatch):
@@ -492,8 +502,6 @@ async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch
     made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
     monkeypatch.setitem(sys.modules, "anthropic", made)
     client = endpoint.anthropic()
-    assert (client["base_url"], client["api_key"], client["timeout"]) == (
-        f"{gateway.url}/s/{session.key}",
-        session.key,
-        9.0,
-    )
+    assert client["base_url"] == f"{gateway.url}/s/{session.key}"
+    assert client["api_key"] == session.key
+    assert client["timeout"] == 9.0

@@ -79,7 +79,8 @@ def exact_loss(rows: list[DrawnRow], sums: list[torch.Tensor], config: Algorithm
             losses.append((gap_c - gap_r - 0.5 / config.preference_beta) ** 2)
             continue
         if config.objective == "orpo":
-            p_c, p_r = means[chosen].exp(), means[rejected].exp()
+            p_c = means[chosen].exp()
+            p_r = means[rejected].exp()
             odds_ratio = (p_c / (1 - p_c)) / (p_r / (1 - p_r))
             losses.append(-means[chosen] - config.orpo_lambda * F.logsigmoid(odds_ratio.log()))
             continue

@@ -59,7 +59,8 @@ def check_exact(gateway: Running, turns: Sequence, *, parents: Sequence[int | No
     by_id = {turn.id: turn for turn in turns}
     assert [turn.parent_id for turn in turns] == [None if at is None else turns[at].id for at in parents]
     for turn, request in zip(turns, gateway.engine.requests, strict=True):
-        path, at = turn.context_ids_T.tolist(), turn.parent_id
+        path = turn.context_ids_T.tolist()
+        at = turn.parent_id
         while at is not None:
             before = by_id[at]
             path = [*before.context_ids_T.tolist(), *before.sampled_ids_T.tolist(), *path]
@@ -73,7 +74,9 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
     create = gateway.client(session).responses.create
     first = await create(model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"})
     assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
-    assert (first.metadata, first.instructions, first.tools) == ({"a": "b"}, "Be brief.", [])
+    assert first.metadata == {"a": "b"}
+    assert first.instructions == "Be brief."
+    assert first.tools == []
     assert first.output[0].type == "message"
     assert first.usage is not None
     turns = gateway.turns(session)
@@ -89,7 +92,8 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
         instructions="Be brief.",
         previous_response_id=second.id,
     )
-    assert (third.output_text, third.previous_response_id) == ("Bye.", second.id)
+    assert third.output_text == "Bye."
+    assert third.previous_response_id == second.id
     assert third.usage is not None
     assert third.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
     other = await create(model="tiny", input="Sure?", previous_response_id=first.id)
@@ -234,7 +238,8 @@ async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: 
         assert again.model_dump(exclude=unrecorded) == made.model_dump(exclude=unrecorded)
         assert [(tool.name, tool.parameters) for tool in again.tools] == [(TOOL["name"], TOOL["parameters"])]
     plain = await client.responses.retrieve(second.id)
-    assert (plain.output_text, plain.output[0].content[0].logprobs) == ("156. 🙂", [])
+    assert plain.output_text == "156. 🙂"
+    assert plain.output[0].content[0].logprobs == []
     for asker, name in (
         (client, "resp_turn-0"),
         (client, first.id.removeprefix("resp_")),
@@ -242,7 +247,8 @@ async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: 
     ):
         with pytest.raises(openai.NotFoundError, match="not found") as unknown:
             await asker.responses.retrieve(name)
-        assert (unknown.value.code, unknown.value.type) == ("response_not_found", "invalid_request_error")
+        assert unknown.value.code == "response_not_found"
+        assert unknown.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="stream"):
         await client.responses.retrieve(first.id, stream=True)
     with pytest.raises(openai.AuthenticationError):
@@ -310,10 +316,15 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
     cut = await create(model="tiny", input="Count", max_output_tokens=3, temperature=0.5, top_p=0.9)
     assert cut.status == "incomplete"
     assert cut.incomplete_details is not None
-    assert (cut.incomplete_details.reason, cut.output[0].status) == ("max_output_tokens", "incomplete")
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[0].status == "incomplete"
     params = gateway.engine.requests[-1]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (0.5, 0.9, 3)
-    assert (cut.temperature, cut.top_p, cut.max_output_tokens) == (0.5, 0.9, 3)
+    assert params["temperature"] == 0.5
+    assert params["top_p"] == 0.9
+    assert params["max_new_tokens"] == 3
+    assert cut.temperature == 0.5
+    assert cut.top_p == 0.9
+    assert cut.max_output_tokens == 3
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     shaped = await create(model="tiny", input="Count", text=form, reasoning={"effort": "none"})
@@ -335,12 +346,14 @@ async def test_aborted_generation_is_a_response_error(gateway: Running, stream: 
         session.base_url + "/responses", json={"model": "tiny", "input": "Hi", "stream": stream}
     )
     if not stream:
-        assert (raw.status_code, raw.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert raw.status_code == 503
+        assert raw.json()["error"]["code"] == "engine_unavailable"
         return
     events = [json.loads(line[6:]) for line in raw.text.splitlines() if line.startswith("data: ")]
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     failed = events[-1]["response"]
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert failed["status"] == "failed"
+    assert failed["error"]["code"] == "server_error"
     gateway.engine.abort_next = True
     with pytest.raises(openai.APIError, match="abort"):
         async for _ in await gateway.client(session).responses.create(model="tiny", input="Yo", stream=True):

@@ -205,7 +205,8 @@ async def test_a_retry_of_the_last_permitted_turn_is_answered(gateway: Running):
 async def test_session_limits_can_only_be_lowered(tmp_path: Path, model: Path, renderer: Renderer):
     async with running(tmp_path, model, renderer, session_max_turns=5, session_max_calls=3) as gateway:
         [session] = await gateway.open(limits={"max_turns": 4})
-        assert (session.limits.max_turns, session.limits.max_concurrent_calls) == (4, 3)
+        assert session.limits.max_turns == 4
+        assert session.limits.max_concurrent_calls == 3
         body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
         for limits in ({"max_turns": 6}, {"timeout_s": 4000}, {"max_concurrent_calls": 4}):
             assert code(await post(gateway, "/sessions", body | {"limits": limits})) == (
@@ -242,11 +243,9 @@ async def test_rewards_of_turns_and_branches_reach_the_rows(gateway: Running):
     assert shown["branch_rewards"][right]["components"] == {"style": 1.0}
     summary = await gateway.finish(session, reward=2.0)
     assert isinstance(summary, RolloutSummary)
-    assert (summary.reward, summary.turn_rewards, summary.branch_rewards) == (
-        2.0,
-        {shared: -1.0},
-        {right: 0.25},
-    )
+    assert summary.reward == 2.0
+    assert summary.turn_rewards == {shared: -1.0}
+    assert summary.branch_rewards == {right: 0.25}
     assert summary.turn_levels == {shared: "main/0", right: "main/1"}
     rows = training_rows(gateway.store.rollout(session.id))
     assert [(row.reward, row.turn_ids) for row in rows] == [(2.0, (shared, left)), (0.25, (shared, right))]
@@ -268,7 +267,8 @@ async def test_a_reward_may_come_after_the_finish_until_its_deadline(
         await chat(gateway, aborted)
         for _ in range(2):
             answer = await post(gateway, f"/sessions/{judged.id}/finish", {})
-            assert (answer.status_code, answer.json()["outcome"]) == (202, "unrewarded")
+            assert answer.status_code == 202
+            assert answer.json()["outcome"] == "unrewarded"
         with pytest.raises(openai.AuthenticationError):
             await chat(gateway, judged)
         assert gateway.store.outbox_after(0) == []
@@ -307,7 +307,8 @@ async def test_session_past_its_reward_deadline_is_dropped_with_a_reason(
 async def test_expired_session_ends_according_to_its_state(
     tmp_path: Path, model: Path, renderer: Renderer, policy: str, monkeypatch: pytest.MonkeyPatch
 ):
-    options, later = {"late_reward": policy, "reward_deadline_s": 600.0}, time.time() + 2000
+    options = {"late_reward": policy, "reward_deadline_s": 600.0}
+    later = time.time() + 2000
     async with running(tmp_path, model, renderer, **options) as gateway:
         silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 1000})
         for session in (silent, rewarded):
@@ -394,7 +395,8 @@ async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
     """Whoever reads the store (the driver, for a group that was dropped) sees a session before the gateway's
     event loop has heard of the commit, and may abort it."""
     told = Future[None]()
-    commit, add = RunStoreWriter.open_sessions, Turns.open
+    commit = RunStoreWriter.open_sessions
+    add = Turns.open
     all_turns: list[Turns] = []
 
     def held(writer: RunStoreWriter, *parts: Any, **options: Any) -> Future[None]:
@@ -448,7 +450,9 @@ async def test_call_in_flight_does_not_change_a_finished_rollout(gateway: Runnin
 async def test_session_whose_finish_has_begun_refuses_requests(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, go_on, settle = asyncio.Event(), asyncio.Event(), Conversation.settle
+    begun = asyncio.Event()
+    go_on = asyncio.Event()
+    settle = Conversation.settle
 
     async def held(conversation: Conversation, deadline_s: float) -> None:
         await settle(conversation, deadline_s)
@@ -477,7 +481,8 @@ async def test_session_whose_finish_has_begun_refuses_requests(
 async def test_delivery_after_the_finish_does_not_count(gateway: Running, monkeypatch: pytest.MonkeyPatch):
     """The answer's last byte has left, and the finish gets in before it is counted: a settle that does not
     wait stands for a client that takes longer than the settle's deadline."""
-    held, went_on = asyncio.Event(), Turns.deliver
+    held = asyncio.Event()
+    went_on = Turns.deliver
 
     async def settle(conversation: Any, deadline_s: float) -> None:
         conversation.closing = True
@@ -493,12 +498,15 @@ async def test_delivery_after_the_finish_does_not_count(gateway: Running, monkey
     summary = await gateway.finish(session, reward=1.0)
     went_on(*late[0])
     assert isinstance(summary, RolloutSummary)
-    assert (summary.sampled_tokens, summary.delivered_tokens, summary.trained_tokens) == (26, 13, 13)
+    assert summary.sampled_tokens == 26
+    assert summary.delivered_tokens == 13
+    assert summary.trained_tokens == 13
     await gateway.open()  # its commit comes after whatever the late delivery wrote
     rows = training_rows(gateway.store.rollout(session.id))
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == 13
     measured = (await gateway.env("/metrics")).json()
-    assert (measured["delivered_fraction"], measured["trained_fraction"]) == (0.5, 0.5)
+    assert measured["delivered_fraction"] == 0.5
+    assert measured["trained_fraction"] == 0.5
     assert measured["turns"]["delivered_too_late"] == 1
 
 
@@ -517,7 +525,8 @@ async def test_setting_decides_whether_auxiliary_roots_are_trained(
         assert shown["auxiliary_roots"] == [title]
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.auxiliary_tokens, summary.trained_tokens) == (6, 18 if train else 12)
+        assert summary.auxiliary_tokens == 6
+        assert summary.trained_tokens == (18 if train else 12)
         rows = training_rows(gateway.store.rollout(session.id))
         assert [row.turn_ids for row in rows] == ([(title,)] if train else []) + [tuple(main)]
 
@@ -674,7 +683,9 @@ async def test_environment_of_the_readme_ends_with_the_run(
     assert isinstance(good, RolloutSummary)
     assert isinstance(bad, FailedRollout)
     assert isinstance(late, FailedRollout)
-    assert (good.reward, bad.reason, late.reason) == (1.0, FailureReason.ABORTED, FailureReason.RUN_ENDED)
+    assert good.reward == 1.0
+    assert bad.reason == FailureReason.ABORTED
+    assert late.reason == FailureReason.RUN_ENDED
     assert "a bug" in bad.detail
 
 

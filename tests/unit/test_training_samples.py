@@ -36,7 +36,10 @@ def test_one_branch_is_one_row() -> None:
     assert row.loss_mask_T.tolist() == [False, False, True, True, False, True]
     assert row.rollout_logprobs_T.tolist() == pytest.approx([0, 0, -0.03, -0.04, 0, -0.06])
     assert row.versions_T.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert (row.turn_ids, row.group_id, row.rollout_id, row.attempt) == (("a", "b"), "g", "s", 2)
+    assert row.turn_ids == ("a", "b")
+    assert row.group_id == "g"
+    assert row.rollout_id == "s"
+    assert row.attempt == 2
     assert [array.dtype for array in (row.tokens_T, row.rollout_logprobs_T, row.versions_T)] == [
         np.int32,
         np.float32,
@@ -129,7 +132,9 @@ def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> Non
 def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     """Rewards 0, 0, 3: the mean is 1, though the rollout with 3 has two rows of three tokens in all."""
     batch = taken(("g", [0.0, 0.0, 3.0]))
-    a, b, c = turn("a", None, [1], [2, 3]), turn("b", "a", [4], [5]), turn("c", "a", [6], [7])
+    a = turn("a", None, [1], [2, 3])
+    b = turn("b", "a", [4], [5])
+    c = turn("c", "a", [6], [7])
     members = batch.groups[0].rollouts_G
     rollouts = [
         rollout([a], of=members[0]),
@@ -145,14 +150,18 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
 
 
 def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
     rows = training_rows(rollout([a, b], [a, c], of=own))
     assert [row.reward for row in rows] == [0.5, 0.25]
 
 
 def test_untrained_roots_make_no_rows() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", None, [5], [6])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", None, [5], [6])
     of = replace(summary(), untrained_roots=("a",))
     (row,) = training_rows(rollout([a, b], [c], of=of))
     assert row.turn_ids == ("c",)
@@ -246,7 +255,8 @@ def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
     """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final rewards both had -2.65."""
     calls = [0.1, -0.1, 0.1, -0.1, 0.1, 0.1, -0.1, -0.1]
     advantages = judged([1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use)
-    mean, deviation = statistics.mean(calls), statistics.stdev(calls)
+    mean = statistics.mean(calls)
+    deviation = statistics.stdev(calls)
     for call, (first, last) in zip(calls, advantages, strict=True):
         assert first == pytest.approx((call - mean) / (deviation + 1e-4), rel=1e-6)
         assert last == 0.0, "the answer has the final reward, and those are equal"
@@ -283,8 +293,10 @@ def test_all_turn_rules_equal_the_final_reward_without_turn_rewards() -> None:
 def family(use: RewardUse) -> list[list[float]]:
     """A group of two. The first rollout has a branch reward and a judged child with a child of its own; the
     second another branch reward, a judged child, and one that was not judged."""
-    a, b = turn("a", None, [1], [2]), turn("b", "a", [3], [4])
-    kid, grandkid = turn("k", None, [1], [2]), turn("l", None, [1], [2])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    kid = turn("k", None, [1], [2])
+    grandkid = turn("l", None, [1], [2])
     first = replace(
         summary("g.0", "g", 0, 0.0),
         branch_rewards={"b": 5.0},
@@ -292,8 +304,10 @@ def family(use: RewardUse) -> list[list[float]]:
         child_rewards={"kid": 3.0, "grandkid": 3.0},
         child_reward_from={"kid": "kid", "grandkid": "kid"},
     )
-    c, d = turn("c", None, [1], [2]), turn("d", "c", [3], [4])
-    other, heir = turn("m", None, [1], [2]), turn("n", None, [1], [2])
+    c = turn("c", None, [1], [2])
+    d = turn("d", "c", [3], [4])
+    other = turn("m", None, [1], [2])
+    heir = turn("n", None, [1], [2])
     second = replace(
         summary("g.1", "g", 1, 1.0),
         branch_rewards={"d": 1.0},
@@ -322,7 +336,8 @@ def test_branches_and_children_are_compared_only_with_each_other() -> None:
 
 def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None:
     """Each is the only one of its level."""
-    a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
+    a = turn("a", None, [1], [2])
+    k = replace(turn("k", None, [1], [2]), session_id="kid")
     first = replace(summary("g.0", "g", 0, 0.0), turn_rewards={"a": 1.0}, turn_levels={"a": "main/0"})
     second = replace(
         summary("g.1", "g", 1, 0.0),

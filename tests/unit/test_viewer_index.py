@@ -57,10 +57,16 @@ def test_every_rollout_has_a_row_with_its_outcome(recorded: RecordedRun, tmp_pat
     by_id = {row["session_id"]: row for row in rows(run)}
     assert set(by_id) == {trained, dropped, failed, held_out}
     row = by_id[trained]
-    assert (row["state"], row["step"], row["reward"], row["staleness"]) == ("trained", 2, 1.0, 1)
-    assert (by_id[dropped]["state"], by_id[dropped]["reason"]) == ("dropped", "zero_variance")
-    assert (by_id[failed]["failure"], by_id[failed]["detail"]) == ("timeout", "too late")
-    assert (by_id[held_out]["state"], by_id[held_out]["evaluation"]) == ("evaluated", "greedy")
+    assert row["state"] == "trained"
+    assert row["step"] == 2
+    assert row["reward"] == 1.0
+    assert row["staleness"] == 1
+    assert by_id[dropped]["state"] == "dropped"
+    assert by_id[dropped]["reason"] == "zero_variance"
+    assert by_id[failed]["failure"] == "timeout"
+    assert by_id[failed]["detail"] == "too late"
+    assert by_id[held_out]["state"] == "evaluated"
+    assert by_id[held_out]["evaluation"] == "greedy"
     assert by_id[held_out]["step"] == 3
     assert run.index_state.ready
 
@@ -208,7 +214,9 @@ def test_index_lists_tasks_groups_and_steps(recorded: RecordedRun, tmp_path: Pat
         [task] = queries.tasks({})["rows"]
         groups = {row["group_id"]: row for row in queries.groups({})["rows"]}
         steps = queries.steps()["steps"]
-    assert (task["task"], task["rollouts"], task["gain"]) == ("a", 3, 0.5)
+    assert task["task"] == "a"
+    assert task["rollouts"] == 3
+    assert task["gain"] == 0.5
     assert (groups["g1"]["reward_mean"], groups["g1"]["trained"]) == (0.5, 2)
     assert groups["g1"]["reward_std"] == pytest.approx(0.5)
     assert [(step["step"], step["rollouts"]) for step in steps] == [(1, 2), (4, 1)]
