@@ -94,7 +94,8 @@ class Aborts:
 
 
 async def started_pool(size=1, make=FakeWorker):
-    workers, aborts = [], Aborts()
+    workers = []
+    aborts = Aborts()
 
     def make_worker(name):
         workers.append(make(name))

@@ -63,7 +63,8 @@ def coding(prompt: str) -> str:
     task = _TASK.search(prompt)
     if task is None or '"name": "' not in prompt:
         return "A title for this"
-    folder, steps = task[1], int(task[2])
+    folder = task[1]
+    steps = int(task[2])
     step = len(re.findall(r"<\|im_start\|>assistant\n[^<]*<tool_call>", prompt))
     if step >= steps and "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in prompt:
         return call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})

@@ -251,8 +251,10 @@ class _Talk:
         reasoning = message.get("reasoning_content") or ""
         names = ["role", "content", "tool_calls", *(["reasoning_content"] if self.returns_thinking else [])]
         message = {name: message[name] for name in names if message.get(name)}
-        text, calls = message.get("content", ""), message.get("tool_calls", [])
-        tools, messages = body.get("tools", []), body["messages"]
+        text = message.get("content", "")
+        calls = message.get("tool_calls", [])
+        tools = body.get("tools", [])
+        messages = body["messages"]
         sent = Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls)
         sent = dataclasses.replace(sent, reasoning=reasoning)
         load.sent.append(dataclasses.replace(sent, trimmed=self.trims))

@@ -24,7 +24,8 @@ def last_line(program: str, arguments: list[str]) -> str:
 
 
 def main() -> None:
-    program, modes = sys.argv[1], json.loads(sys.argv[2])
+    program = sys.argv[1]
+    modes = json.loads(sys.argv[2])
     for arguments in modes:
         print(last_line(program, arguments), flush=True)
 

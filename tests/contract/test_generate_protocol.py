@@ -64,10 +64,14 @@ async def client(
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(fleet, Fleet):
             assert router is not None
-            url, key, limits = router.url, router.api_key, fleet.limits
+            url = router.url
+            key = router.api_key
+            limits = fleet.limits
         else:
             assert engine is not None
-            url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
+            url = engine.url
+            key = ""
+            limits = EngineLimits(vocab_size=512, context_length=2048)
             if fleet.endswith("tap"):
                 url = (await stack.enter_async_context(EngineTap(url))).url
         yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
@@ -96,7 +100,8 @@ async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient)
     result = await client.generate(ask(prompt))
     assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (40, "length", None)
     assert len(result.ids_T) == len(result.logprobs_T) == 6
-    assert (result.ids_T.dtype, result.logprobs_T.dtype) == (np.int32, np.float32)
+    assert result.ids_T.dtype == np.int32
+    assert result.logprobs_T.dtype == np.float32
     assert np.all(result.logprobs_T <= 0)
     assert tiles(result.spans, 6)
 
@@ -112,7 +117,9 @@ async def test_stream_pieces_join_to_the_whole_reply(client: SglangClient):
         seen += len(chunk.ids_T)
         assert tiles(chunk.spans, seen)
     assert tiles(result.spans, 90)
-    assert (seen, result.finish_reason, result.prompt_tokens) == (90, "length", 4)
+    assert seen == 90
+    assert result.finish_reason == "length"
+    assert result.prompt_tokens == 4
 
 
 async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) -> None:
@@ -180,7 +187,9 @@ async def test_end_token_ends_the_reply_and_is_part_of_it(client: SglangClient, 
     end = int(free.ids_T[0])
     request = ask([5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False)
     result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
-    assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", end, [end])
+    assert result.finish_reason == "stop"
+    assert result.matched_stop == end
+    assert result.ids_T.tolist() == [end]
 
 
 @pytest.mark.parametrize("stream", [False, True])

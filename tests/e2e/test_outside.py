@@ -48,7 +48,8 @@ class Outside:
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     folder = tmp_path_factory.mktemp("outside")
-    port, log = free_port(), folder / "outside.jsonl"
+    port = free_port()
+    log = folder / "outside.jsonl"
     place = [f"http://127.0.0.1:{port}", KEY, str(log)]
     command = [sys.executable, str(Path(__file__).parent / "outside.py"), *place]
     with pytest.MonkeyPatch.context() as environment, running_collector() as collector:

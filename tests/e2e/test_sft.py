@@ -180,7 +180,8 @@ def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objecti
     lines: list[str] = []
     for line in (place / "sums.jsonl").read_text().splitlines()[:80]:
         question, answer = json.loads(line)["messages"]
-        right, wrong = answer["content"], "a lot"
+        right = answer["content"]
+        wrong = "a lot"
         if objective != "kto":
             rows = [{"prompt": question["content"], "chosen": right, "rejected": wrong}]
         else:

@@ -22,7 +22,9 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 ENV_KEY = "env-0123456789abcdef"
 
 
-SESSIONS, GROUP, TURNS = 200, 8, 5
+SESSIONS = 200
+GROUP = 8
+TURNS = 5
 
 
 BROKEN = (openai.APIConnectionError, httpx.TransportError)
@@ -71,7 +73,8 @@ def workers(server: GatewayServer) -> list[psutil.Process]:
 
 
 async def open_sessions(server: GatewayServer, count: int) -> list[Session]:
-    client, sessions = SessionClient(server.url, env_key=ENV_KEY), []
+    client = SessionClient(server.url, env_key=ENV_KEY)
+    sessions = []
     for number in range(count // GROUP):
         members = tuple(GroupMember(index=index, attempt=0) for index in range(GROUP))
         lease = GroupLease(group_id=f"g{number}", task=Task(id=f"t{number}", payload={}), members=members)

@@ -293,7 +293,8 @@ async def test_completions_of_a_real_engine_continue_the_latest_reply_that_shows
     hidden = {token_id for token_id, token in added.items() if token.special}
     for played in await play(real, tmp_path, "openai_completions.py", [STREAMED, WHOLE]):
         turns = played.conversation.turns
-        latest, parents = None, []
+        latest = None
+        parents = []
         for turn in turns:
             parents.append(latest)
             if hidden.isdisjoint(turn.sampled_ids):

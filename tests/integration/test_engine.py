@@ -47,12 +47,16 @@ def request(ids: list[int], *, new: int = 8, rid: str = "", **fields) -> Generat
 
 async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) -> None:
     whole = await engine.client.generate(request([1, 30, 40], new=9, ignore_eos=True))
-    assert (len(whole.ids_T), len(whole.logprobs_T), whole.finish_reason) == (9, 9, "length")
+    assert len(whole.ids_T) == 9
+    assert len(whole.logprobs_T) == 9
+    assert whole.finish_reason == "length"
     assert [(span.start, span.end) for span in whole.spans] == [(0, 9)]
     stream = engine.client.stream(request([1, 30, 40], new=200, ignore_eos=True))
     chunks, result = await collect(stream)
     assert len(chunks) > 1
-    assert (len(result.ids_T), len(result.logprobs_T), result.finish_reason) == (200, 200, "length")
+    assert len(result.ids_T) == 200
+    assert len(result.logprobs_T) == 200
+    assert result.finish_reason == "length"
     assert [(span.start, span.end) for span in result.spans] == [(0, 200)]
     assert result.prompt_tokens == 3
 

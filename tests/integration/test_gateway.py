@@ -25,7 +25,8 @@ from invrl.types import RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"
 SYSTEM = {"role": "system", "content": "You have a tool: write calc(a*b) to get a result. Then answer."}
-ASK, MORE = {"role": "user", "content": "What is 12*13?"}, {"role": "user", "content": "Result: 156 🙂"}
+ASK = {"role": "user", "content": "What is 12*13?"}
+MORE = {"role": "user", "content": "Result: 156 🙂"}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,9 @@ async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
     assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist())
     for each in shown:
         top = each.top_logprobs
-        assert (top[0].token, top[0].logprob, top[0].bytes) == (each.token, each.logprob, each.bytes)
+        assert top[0].token == each.token
+        assert top[0].logprob == each.logprob
+        assert top[0].bytes == each.bytes
         assert [one.logprob for one in top] == sorted((one.logprob for one in top), reverse=True)
         assert len(top) == 20
         assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1  # 20 of 512 alike would have 0.04
@@ -189,7 +192,8 @@ async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClien
             shown = "".join(event.choices[0].delta.content or "" for event in events)
             reason = events[-1].choices[0].finish_reason
         else:
-            shown, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+            shown = answer.choices[0].message.content or ""
+            reason = answer.choices[0].finish_reason
         assert (shown, reason) == (text[: text.index(stop)], "stop")
 
 
@@ -292,7 +296,8 @@ async def test_waiting_lease_gets_no_task_when_the_gateway_ends(
             answer = await lease
     finally:
         await (ended or asyncio.to_thread(server.stop))
-    assert (answer.status_code, answer.json()) == (200, {"lease": None, "ended": False})
+    assert answer.status_code == 200
+    assert answer.json() == {"lease": None, "ended": False}
 
 
 async def test_concurrent_sessions_never_mix(http: httpx.AsyncClient, store: RunStore):

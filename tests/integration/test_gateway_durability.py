@@ -115,10 +115,8 @@ async def test_client_gets_the_turn_that_was_committed_just_before_the_worker_di
             [first, *_] = RunStore(tmp_path / "run.db").turns(session.id)
             assert agent.acknowledged[0] == first.id
             assert len(engine.requests) == TURNS
-            store, encode = (
-                RunStore(tmp_path / "run.db"),
-                load_renderer(str(tiny_model), 512)._tokenizer.encode,
-            )
+            store = RunStore(tmp_path / "run.db")
+            encode = load_renderer(str(tiny_model), 512)._tokenizer.encode
             await check_exact(agent, engine, store, encode)
 
 

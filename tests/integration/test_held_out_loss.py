@@ -35,7 +35,9 @@ def mean_loss(model: Reference, batch: TrainBatch) -> float:
 def test_held_out_evaluation_changes_no_weight(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     """Between two steps it gives the loss of the weights after the first one, and the second step is the one
     that would have been made without it."""
-    first, second, held_out = random_batch(0), random_batch(1), random_batch(2)
+    first = random_batch(0)
+    second = random_batch(1)
+    held_out = random_batch(2)
     weights = []
     for evaluates in (False, True):
         trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)

@@ -58,7 +58,8 @@ def test_two_distillation_steps_equal_float64(
     batch = random_batch(5)
     metrics = resolve(trainer.train(batch, steps=2))
     assert metrics["optimizer_steps"] == 2
-    initial, frozen = Reference(model), Reference(teacher)
+    initial = Reference(model)
+    frozen = Reference(teacher)
     first, second = trainer.steps()
     gaps = []
     for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):

@@ -150,7 +150,8 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
 
 
 def test_judge_covers_thinking_models(thinking: Recorded):
-    sent, refusing = thinking.load.sent, thinking.load.unthinking
+    sent = thinking.load.sent
+    refusing = thinking.load.unthinking
     verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
     assert sum(bool(reply.reasoning) for reply in sent) > 50
@@ -184,7 +185,8 @@ def rewritten(recorded: Recorded, turn: StoredTurn) -> bool:
         path.insert(0, stored[parent])
     messages = [message for one in path for message in one.messages][:-1]
     depth = len(messages) + 1 - len(turn.messages)
-    reference, tools = recorded.reference, path[0].tools
+    reference = recorded.reference
+    tools = path[0].tools
     whole = reference.text(messages, tools, head=True)
     return not whole.startswith(reference.text(messages[:depth], tools, head=False))
 

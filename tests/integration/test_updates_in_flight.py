@@ -257,7 +257,8 @@ async def test_canary_is_computed_before_retracted_requests(
 ) -> None:
     """64 contexts have to be computed again. Only what shares the canary's first steps is before it."""
     [receiver] = await updates.update.transaction.receivers()
-    ask, resume = receiver.logprobs, receiver.resume
+    ask = receiver.logprobs
+    resume = receiver.resume
     chunks: Counter[int] = Counter()
     chunks_at_resume: Counter[int] = Counter()
     before_canary: list[int] = []

@@ -74,7 +74,8 @@ def test_whitening_over_rollouts_counts_each_rollout_once(rows: list[Row]) -> No
     names = sorted({rollout for _, rollout in tokens})
     if len(names) < 2:
         return
-    means, squares = [], []
+    means = []
+    squares = []
     for name in names:
         mine = [value for value, rollout in tokens if rollout == name]
         means.append(math.fsum(mine) / len(mine))

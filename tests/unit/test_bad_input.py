@@ -243,7 +243,8 @@ def test_reference_or_critic_of_another_architecture_is_refused(
     spoil(model)
     for name, others in (("reference", ("--kl-coef", "0.1")), ("critic", ("--advantage", "gae"))):
         block = refused(f"--{name}-model-path", str(model), *others)
-        assert (block["where"], block["value"]) == (f"model.{name}_model_path", repr(str(model)))
+        assert block["where"] == f"model.{name}_model_path"
+        assert block["value"] == repr(str(model))
         assert reason in block["reason"]
         assert fix in block["fix"]
 
@@ -329,7 +330,8 @@ def test_unusable_rollout_function_is_refused_with_reason_and_fix(
     (tmp_path / "bad_agent.py").write_text("number = 3\ndef rollout(task): return 1.0\n")
     (tmp_path / "broken_agent.py").write_text("import no_such_library\n")
     block = refused("--rollout-function-path", path)
-    assert (block["where"], block["value"]) == ("rollout_function_path", repr(path))
+    assert block["where"] == "rollout_function_path"
+    assert block["value"] == repr(path)
     assert reason in block["reason"]
     assert fix in block["fix"]
     sys.modules.pop("bad_agent", None)
@@ -360,7 +362,8 @@ def text(content: str) -> Edit:
 def test_unusable_task_file_is_refused_with_reason_and_fix(
     refused: Refused, tmp_path: Path, flag: str, name: str, write: Edit, reason: str, fix: str
 ) -> None:
-    good, bad = tmp_path / "good.jsonl", tmp_path / name
+    good = tmp_path / "good.jsonl"
+    bad = tmp_path / name
     good.write_text('{"answer": 1}\n')
     write(bad)
     files = {"--task-file": str(good), "--eval-task-file": str(good)} | {flag: str(bad)}
@@ -377,7 +380,8 @@ def test_taken_gateway_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         block = refused("--gateway-port", str(port))
-    assert (block["where"], block["value"]) == ("gateway.gateway_port", str(port))
+    assert block["where"] == "gateway.gateway_port"
+    assert block["value"] == str(port)
     assert "in use" in block["reason"]
     assert "0 for a free one" in block["fix"]
 

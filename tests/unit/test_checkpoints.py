@@ -152,7 +152,8 @@ def test_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None
         assert getattr(again, field) == getattr(batch, field)
     for one, other in zip(batch.samples, again.samples, strict=True):
         for field in TrainSample.__slots__:
-            mine, read = getattr(one, field), getattr(other, field)
+            mine = getattr(one, field)
+            read = getattr(other, field)
             if isinstance(mine, np.ndarray):
                 assert (mine.dtype, mine.shape) == (read.dtype, read.shape)
                 assert mine.tobytes() == read.tobytes()

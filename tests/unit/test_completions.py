@@ -50,7 +50,8 @@ async def test_continued_prompt_keeps_the_sampled_ids(gateway: Running, renderer
     [session] = await gateway.open()
     create = gateway.client(session).completions.create
     first = await create(model="tiny", prompt=HEAD, max_tokens=60)
-    assert (first.choices[0].text, first.choices[0].finish_reason) == ("the user", "stop")
+    assert first.choices[0].text == "the user"
+    assert first.choices[0].finish_reason == "stop"
     assert first.usage is not None
     assert first.usage.completion_tokens == len(sampled)
     text = HEAD + first.choices[0].text + MORE

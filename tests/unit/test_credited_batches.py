@@ -87,7 +87,8 @@ def test_reinforce_baseline_is_over_the_batch() -> None:
 
 
 def test_reinforce_counts_a_rollout_once_for_any_number_of_rows() -> None:
-    first, second = members("g", [0.0, 0.0]), members("h", [3.0])
+    first = members("g", [0.0, 0.0])
+    second = members("h", [3.0])
     batch = built(first, second, advantage="reinforce", num_branches=3)
     assert firsts(batch) == [-1.0] * 6 + [2.0] * 3
 

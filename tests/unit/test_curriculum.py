@@ -69,7 +69,8 @@ def test_curriculum_posterior_is_the_discounted_count(decay: float, solved: list
     curriculum = make(2, decay=decay)
     for num_solved, num_unsolved in solved:
         curriculum.record(ended("q1", num_solved, num_solved + num_unsolved))
-    alpha, beta = Fraction(1), Fraction(1)
+    alpha = Fraction(1)
+    beta = Fraction(1)
     for age, (num_solved, num_unsolved) in enumerate(reversed(solved)):
         alpha += Fraction(decay) ** age * num_solved
         beta += Fraction(decay) ** age * num_unsolved

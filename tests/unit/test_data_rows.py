@@ -158,7 +158,8 @@ def test_error_in_a_data_file_names_its_line(tmp_path: Path) -> None:
     file.write_text(f"{good}\n\n{good}\n" + json.dumps({"messages": [USER]}) + "\n")
     with pytest.raises(ConfigError, match="line 4: no message is the assistant's") as caught:
         load_rows("data.data_path", str(file), "conversations")
-    assert (caught.value.field, caught.value.value) == ("data.data_path", str(file))
+    assert caught.value.field == "data.data_path"
+    assert caught.value.value == str(file)
     file.write_text(f"{good}\n{{\n")
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         load_rows("data.data_path", str(file), "conversations")

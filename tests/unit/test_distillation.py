@@ -89,9 +89,12 @@ def test_distillation_advantage_is_the_gap_of_each_token(
     before = old if has_old else current
     if old_logprobs == "engine":
         before = rollout
-    loss, gradient = 0.0, []
+    loss = 0.0
+    gradient = []
     for token in range(length):
-        new, at, engine = current[token].item(), before[token].item(), rollout[token].item()
+        new = current[token].item()
+        at = before[token].item()
+        engine = rollout[token].item()
         advantage = teacher[token].item() - at
         weight = min(math.exp(at - engine), 2.0) if correction == "truncated" else 1.0
         ratio = math.exp(new - at)
@@ -99,7 +102,8 @@ def test_distillation_advantage_is_the_gap_of_each_token(
         surrogate = min(ratio * advantage, clipped * advantage)
         acts = ratio * advantage > clipped * advantage
         if advantage < 0 and ratio > 3:
-            surrogate, acts = 3 * advantage, True
+            surrogate = 3 * advantage
+            acts = True
         loss -= weight * surrogate / length
         gradient.append(0.0 if acts else -weight * ratio * advantage / length)
     assert outputs.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)

@@ -144,7 +144,9 @@ class SlowOpener(Opener):
 
 @pytest.mark.parametrize("group_form", [False, True])
 async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_cancelled(group_form: bool):
-    buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
+    buffer = Leases(groups=3, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
     await until(lambda: dispatcher.running == 2)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
@@ -161,7 +163,9 @@ async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_c
 
 
 async def test_waiting_rollouts_of_a_dropped_group_never_run():
-    buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
+    buffer = Leases(groups=3, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
     opener.may_end.set()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)  # the fourth waits
@@ -173,7 +177,9 @@ async def test_waiting_rollouts_of_a_dropped_group_never_run():
 
 
 async def test_group_dropped_while_its_sessions_open_never_runs():
-    buffer, opener, pool = Leases(groups=2, size=2), SlowOpener(), DroppingPool()
+    buffer = Leases(groups=2, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
     opener.may_end.set()
     opener.may_open.clear()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
@@ -188,7 +194,9 @@ async def test_group_dropped_while_its_sessions_open_never_runs():
 
 
 async def test_drop_of_a_group_that_has_ended_changes_nothing():
-    buffer, opener, pool = Leases(groups=1, size=1), SlowOpener(), DroppingPool()
+    buffer = Leases(groups=1, size=1)
+    opener = SlowOpener()
+    pool = DroppingPool()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
     await until(lambda: len(pool.running) == 1)
     pool.release("g0/0")
@@ -285,7 +293,8 @@ async def dropped_run(
 
 
 async def test_async_rollout_function_is_cancelled_at_its_await() -> None:
-    began, cancelled = asyncio.Event(), asyncio.Event()
+    began = asyncio.Event()
+    cancelled = asyncio.Event()
 
     async def rollout(task: Task, endpoint: object) -> float:
         began.set()
@@ -311,7 +320,8 @@ async def test_thread_that_ends_within_its_grace_keeps_its_worker(
     """Its session is closed: its next call fails, and it ends. Here that call comes once the run's task has
     been cancelled."""
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
-    began, may_fail = threading.Event(), threading.Event()
+    began = threading.Event()
+    may_fail = threading.Event()
 
     def refused(*_: object) -> float:
         began.set()
@@ -340,8 +350,10 @@ async def test_thread_within_its_grace_is_not_counted_as_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
-    began, may_fail = threading.Event(), threading.Event()
-    cancelling, in_grace = runner_module._cancel, asyncio.Event()
+    began = threading.Event()
+    may_fail = threading.Event()
+    cancelling = runner_module._cancel
+    in_grace = asyncio.Event()
 
     def refused_or_done(task: Task, endpoint: object) -> float:
         if task.id == "done":
@@ -373,7 +385,8 @@ async def test_thread_within_its_grace_is_not_counted_as_stuck(
 
 async def test_thread_that_runs_past_its_grace_is_counted_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 0.2)
-    began, release = threading.Event(), threading.Event()
+    began = threading.Event()
+    release = threading.Event()
 
     def hangs(*_: object) -> float:
         began.set()
@@ -482,7 +495,8 @@ async def test_outside_environment_learns_that_its_group_was_dropped(
         assert why in rewarded.json()["error"]["message"]
         outcome = await gateway.finish(mine)
         assert isinstance(outcome, FailedRollout)
-        assert (outcome.reason, outcome.detail) == (FailureReason.GROUP_DROPPED, why)
+        assert outcome.reason == FailureReason.GROUP_DROPPED
+        assert outcome.detail == why
         too_late = await gateway.env("/sessions", {**opened, "members": [{"index": 2, "attempt": 0}]})
         assert error(too_late) == (409, "not_leased")
         for _, handed_over in gateway.store.outbox_after(0):
@@ -493,7 +507,8 @@ async def test_outside_environment_learns_that_its_group_was_dropped(
 
 
 async def test_group_dropped_while_it_is_offered_is_withdrawn(gateway: Running, tmp_path: Path) -> None:
-    offered, may_offer = threading.Event(), threading.Event()
+    offered = threading.Event()
+    may_offer = threading.Event()
     leases = LeaseStore(tmp_path / "run.db")
     offer = leases.offer
 
@@ -543,7 +558,8 @@ async def test_cancelled_worker_reports_its_rollout_and_is_free(
     reply = await asyncio.wait_for(run, 300.0)
     [outcome] = reply.outcomes
     assert isinstance(outcome, FailedRollout)
-    assert (outcome.reason, outcome.detail) == (FailureReason.GROUP_DROPPED, "why")
+    assert outcome.reason == FailureReason.GROUP_DROPPED
+    assert outcome.detail == "why"
     assert reply.stuck_threads == 0
     assert not await worker.drop(session.id)
     await client.close()

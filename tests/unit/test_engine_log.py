@@ -49,7 +49,9 @@ def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
     settings = LogSettings(run="a-run", format="json")
     environment = log_environment("engine-3", settings, level="warning", folder=tmp_path)
     [line] = [json.loads(line) for line in logged(SCHEDULER, environment)]
-    assert (line["process"], line["run"], line["level"]) == ("engine-3/scheduler_TP1", "a-run", "warning")
+    assert line["process"] == "engine-3/scheduler_TP1"
+    assert line["run"] == "a-run"
+    assert line["level"] == "warning"
     assert "secret" not in line["message"]
 
 

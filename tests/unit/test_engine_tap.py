@@ -32,8 +32,10 @@ def chunked(parts: list[bytes]) -> bytes:
 
 
 def read(answer: bytes, size: int, *, times: int = 1) -> tuple[EngineTap, deque]:
-    tap, waiting = EngineTap("http://127.0.0.1:1"), deque()
-    there, back = _Reader(tap, waiting, requests=True), _Reader(tap, waiting, requests=False)
+    tap = EngineTap("http://127.0.0.1:1")
+    waiting = deque()
+    there = _Reader(tap, waiting, requests=True)
+    back = _Reader(tap, waiting, requests=False)
     for _ in range(times):
         for reader, data in ((there, wire(json.dumps(REQUEST).encode())), (back, answer)):
             for at in range(0, len(data), size):
@@ -46,9 +48,13 @@ def test_tap_reads_a_stream_in_pieces_of_any_size(size: int):
     tap, _ = read(chunked(EVENTS) + b"0\r\n\r\n", size, times=2)
     assert len(tap.generations) == 2
     for generation in tap.generations:
-        assert (generation.rid, generation.input_ids, generation.ids) == ("turn-1", [5, 6], [7, 8, 9])
+        assert generation.rid == "turn-1"
+        assert generation.input_ids == [5, 6]
+        assert generation.ids == [7, 8, 9]
         assert generation.logprobs == [-0.07, -0.08, -0.09]
-        assert (generation.spans, generation.finish, generation.matched) == ([(3, 0, 3)], "stop", 9)
+        assert generation.spans == [(3, 0, 3)]
+        assert generation.finish == "stop"
+        assert generation.matched == 9
 
 
 def test_tap_of_a_broken_stream_has_its_whole_events():
@@ -56,7 +62,9 @@ def test_tap_of_a_broken_stream_has_its_whole_events():
     tap, waiting = read(chunked(parts), 16)
     assert tap.generations == []
     one = read_generation(waiting[0])
-    assert (one.ids, one.spans, one.finish) == ([7, 8], [], "")
+    assert one.ids == [7, 8]
+    assert one.spans == []
+    assert one.finish == ""
     assert one.earlier_labels == [3, 3]
 
 
@@ -68,8 +76,10 @@ def test_each_tapped_token_has_the_version_label_of_the_previous_event():
 
 
 def test_tap_does_not_read_http2():
-    tap, waiting = EngineTap("http://127.0.0.1:1"), deque()
-    there, back = _Reader(tap, waiting, requests=True), _Reader(tap, waiting, requests=False)
+    tap = EngineTap("http://127.0.0.1:1")
+    waiting = deque()
+    there = _Reader(tap, waiting, requests=True)
+    back = _Reader(tap, waiting, requests=False)
     there.feed(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x01")
     there.feed(b"\x00\x02")
     back.feed(b"HTTP/1.1 400 Bad Request\r\n\r\n")

@@ -281,12 +281,16 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
             for route, more in (("numbers", {}), ("finish", {"reward": 1.0})):
                 answer = await attach(gateway, mine, {**body_with_more, **more}, mine.key, route=route)
                 error = answer.json()["error"]
-                assert (answer.status_code, error["code"], error["param"]) == (status, code, field), error
+                assert answer.status_code == status, error
+                assert error["code"] == code, error
+                assert error["param"] == field, error
                 assert error["message"].startswith(f"{field}: ")
                 assert told in error["message"]
                 assert code == "invalid_request" or ". Fix: " in error["message"]
     shown = (await gateway.env(f"/sessions/{mine.id}")).json()
-    assert (shown["state"], shown["numbers"], shown["turn_numbers"]) == ("open", {}, {})
+    assert shown["state"] == "open"
+    assert shown["numbers"] == {}
+    assert shown["turn_numbers"] == {}
     outcome = await gateway.finish(mine)
     assert isinstance(outcome, RolloutSummary)
     [row] = batch_of(gateway.store, outcome).samples
@@ -294,9 +298,11 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
     assert trained(row, "weight") == [1.0] * num_sampled
     assert row.numbers == {"score": 0.0}
     late = await attach(gateway, mine, {"numbers": {"score": 1.0}})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+    assert late.status_code == 409
+    assert late.json()["error"]["code"] == "session_closed"
     late = await attach(gateway, mine, {"turn_numbers": {turn_id: {"weight": 1.0}}})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+    assert late.status_code == 409
+    assert late.json()["error"]["code"] == "session_closed"
     assert (await attach(gateway, other, {}, key=mine.key)).status_code == 401
     again = await gateway.env(f"/sessions/{mine.id}/finish", {"reward": 2.0, "numbers": {"score": 4.0}})
     assert (again.json()["reward"], again.json()["numbers"]) == (1.0, {})
@@ -341,10 +347,12 @@ async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent
     child, aborted = opened
     ids = [(await chat(gateway, session)).id for session in (parent, child, aborted)]
     answer = await attach(gateway, child, {"numbers": {"score": 1.0}}, key=child.key)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "child_session")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "child_session"
     assert f"send them for session {parent.id}" in answer.text
     answer = await attach(gateway, parent, {"turn_numbers": {ids[1]: {"weight": 2.0}}})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "turn_not_found")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "turn_not_found"
     for session, turn_id, weight in zip((parent, child, aborted), ids, (2.0, 3.0, 4.0), strict=True):
         num_sampled = len(gateway.turns(session)[0].sampled_ids_T)
         body = {
@@ -382,13 +390,15 @@ async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart
     async with running(tmp_path, model, renderer, **options) as gateway:
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
         turn_id = turn_id.removeprefix("chatcmpl-")
-        assert (shown["state"], shown["numbers"]) == ("unrewarded", {"score": 0.25})
+        assert shown["state"] == "unrewarded"
+        assert shown["numbers"] == {"score": 0.25}
         assert shown["turn_numbers"] == {turn_id: {"weight": 2.0}}
         assert (await attach(gateway, session, {"numbers": {"score": 0.125}})).json()["state"] == "unrewarded"
         await gateway.env(f"/sessions/{session.id}/reward", {"reward": 1.0})
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, RolloutSummary)
-        assert (outcome.numbers, outcome.turn_numbers) == ({"score": 0.125}, {turn_id: {"weight": 2.0}})
+        assert outcome.numbers == {"score": 0.125}
+        assert outcome.turn_numbers == {turn_id: {"weight": 2.0}}
         stored = gateway.store.closed_session(session.id)
         assert stored is not None
         assert stored.numbers == {"score": 0.125}
@@ -400,7 +410,8 @@ async def test_numbers_of_a_long_turn_may_exceed_the_body_limit(gateway: Running
     numbers_T = [0.1234567890123456] * 100_000
     body = {"token_numbers": {turn_id: {"process_reward": numbers_T}}}
     answer = await attach(gateway, session, body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_length")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "wrong_length"
     answer = await gateway.env(f"/sessions/{session.id}/finish", {"reward": 1.0, **body})
     assert answer.status_code == 413
 
@@ -675,7 +686,8 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
         replace(second, numbers={"score": -1.0}, sampled_tokens=3),
     )
     batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=members),))
-    a, b = turn("a", None, [1], [2]), turn("b", "a", [3], [4])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
     rollouts = [rollout([a, b], of=members[0]), rollout([a], of=members[1])]
     function = advantage_function(f"{__name__}:by_length")
     made = build_batch(batch, rollouts, function, 1e-4)

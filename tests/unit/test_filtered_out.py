@@ -188,7 +188,9 @@ class FiltersOut(EmptyBatches):
 async def test_run_ended_by_the_filter_saves_its_last_model_once(
     batches: int, interval: int, saved: list[int]
 ) -> None:
-    observer, buffer, written = Notes(), FiltersOut(batches), list[int]()
+    observer = Notes()
+    buffer = FiltersOut(batches)
+    written = list[int]()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
@@ -305,7 +307,8 @@ async def test_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) 
     )
     await actor.start()
     leases = LeaseStore(path)
-    first, second = await actor.lease(), await actor.lease()
+    first = await actor.lease()
+    second = await actor.lease()
     assert first is not None
     assert second is not None
     leases.offer(first)

@@ -94,7 +94,10 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(is_zero_cen
 
     from invrl.train.attention import _split_and_turned
 
-    groups, queries_of_group, dim, rotated_dim = 2, 3, 8, 6
+    groups = 2
+    queries_of_group = 3
+    dim = 8
+    rotated_dim = 6
     norms = [torch.rand(dim, requires_grad=True) for _ in range(2)]
     for num_tokens in (5, 24):
         angles = torch.rand(num_tokens, 1, 1, rotated_dim // 2).repeat(1, 1, 1, 2) * 50

@@ -87,7 +87,8 @@ def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
 
 def test_logits_are_shared_only_between_equal_masks() -> None:
     """Equal tokens, chosen freely, under one grammar, and under another."""
-    one, other = b"\xff\x00", b"\x0f\x00"
+    one = b"\xff\x00"
+    other = b"\x0f\x00"
     data = [
         row([1, 2, 3]),
         row([1, 2, 3], (one, None)),

@@ -113,7 +113,8 @@ def test_time_in_which_the_watcher_slept_does_not_count(page: HeartbeatPage):
 
 def test_processes_with_the_same_file_share_the_heartbeat_page(page: HeartbeatPage):
     file = HeartbeatPage.create(workers=2)
-    mine, theirs = HeartbeatPage(file, workers=2), HeartbeatPage(file, workers=2)
+    mine = HeartbeatPage(file, workers=2)
+    theirs = HeartbeatPage(file, workers=2)
     pid = os.fork()
     if pid == 0:
         theirs.beat(SUPERVISOR)

@@ -59,7 +59,8 @@ except KeyboardInterrupt:
 class Program(subprocess.Popen[str]):
     def __init__(self, body: str, *, before: str = "", after: str = "", deadline: float = 600) -> None:
         code = PROGRAM.format(body=body, before=before, after=after, deadline=deadline)
-        pipe, root = subprocess.PIPE, Path(__file__).parents[2]
+        pipe = subprocess.PIPE
+        root = Path(__file__).parents[2]
         super().__init__(
             [sys.executable, "-c", code],
             env=os.environ | {"PYTHONPATH": str(root)}, process_group=0,
@@ -184,8 +185,11 @@ def test_interrupt_of_the_process_group_does_not_reach_a_server(start: Start, tm
 
 def test_signal_just_before_the_event_loop_waits_wakes_the_loop() -> None:
     """Without the waking, 7 of 1,000 signals at such a moment were not seen until something else happened."""
-    loop, main = asyncio.new_event_loop(), threading.main_thread().ident
-    seen, handled, source = asyncio.Event(), threading.Event(), random.Random(0)
+    loop = asyncio.new_event_loop()
+    main = threading.main_thread().ident
+    seen = asyncio.Event()
+    handled = threading.Event()
+    source = random.Random(0)
     before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
     assert main is not None
 

@@ -19,7 +19,9 @@ from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version(
     steps: list[int],
 ) -> None:
-    observer, buffer, synced = Notes(), EmptyBatches(), list[int]()
+    observer = Notes()
+    buffer = EmptyBatches()
+    synced = list[int]()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         synced.append(version)

@@ -359,7 +359,11 @@ def test_estimate_on_a_gpu_has_no_staging_and_half_precision_attention(model: Pa
 
 
 def test_estimate_on_a_gpu_counts_only_inputs_of_kernels(tmp_path: Path) -> None:
-    hidden, heads, kv_heads, dim, inner = 64, 4, 2, 16, 96
+    hidden = 64
+    heads = 4
+    kv_heads = 2
+    dim = 16
+    inner = 96
     folder = make_tiny_model(
         tmp_path / "model",
         family="qwen3",

@@ -89,7 +89,8 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 
 
 def test_failing_sink_is_logged_once_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    failing, good = Failing(), JsonlSink(tmp_path / "m.jsonl")
+    failing = Failing()
+    good = JsonlSink(tmp_path / "m.jsonl")
     sinks = RunObserver([failing, good])
     with caplog.at_level(logging.ERROR):
         for step in range(3):
@@ -261,7 +262,10 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
     assert table["columns"] == list(ROLLOUT_COLUMNS)
     [cells] = table["data"]
     row = dict(zip(table["columns"], cells, strict=True))
-    assert (row["step"], row["reward"], row["reason"], row["version"]) == (4, 0.5, "cut", 0)
+    assert row["step"] == 4
+    assert row["reward"] == 0.5
+    assert row["reason"] == "cut"
+    assert row["version"] == 0
     assert row["task"] == "7*6 \x00<b>"
     assert row["length"] == stored.outcome.sampled_tokens
     assert row["response"].startswith("a \x1b\x00 <script>\n\n42!!!")
@@ -279,7 +283,8 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
 def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
     with pytest.raises(ConfigError, match="nothing is logged to Weights & Biases") as caught:
         check_trackers(configured(wandb_rollouts=3).run)
-    assert (caught.value.field, caught.value.fix) == ("run.wandb_rollouts", "give --wandb-project too")
+    assert caught.value.field == "run.wandb_rollouts"
+    assert caught.value.fix == "give --wandb-project too"
     for count in (-1, 1001):
         with pytest.raises(ConfigError) as caught:
             configured(wandb_project="p", wandb_rollouts=count)
@@ -298,7 +303,9 @@ def read_wandb(path: Path) -> tuple[list[dict], dict]:
     chunk is crc, length, kind and data; kinds 1 and 4 end a record; blocks of 32 KiB are padded."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    parts = b""
     history: list[dict] = []
     settings: dict = {}
     while at + 7 <= len(data):

@@ -209,7 +209,9 @@ def config(**fields: Any) -> dict[str, Any]:
 
 def test_fields_missing_from_config_json_have_their_documented_defaults() -> None:
     parsed = parse_hf_config(config())
-    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope.rope_theta) == (4, 16, 10000.0)
+    assert parsed.num_key_value_heads == 4
+    assert parsed.head_dim == 16
+    assert parsed.rope.rope_theta == 10000.0
     assert (parsed.rope.kind, parsed.tie_word_embeddings) == ("default", False)
 
 
@@ -350,7 +352,8 @@ def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
         )
     )
     for parsed in (old, new):
-        sliding, full = parsed.attention(0).rope, parsed.attention(5).rope
+        sliding = parsed.attention(0).rope
+        full = parsed.attention(5).rope
         assert (sliding.kind, sliding.rope_theta) == ("default", 2e4)
         assert (full.kind, full.rope_theta) == ("linear", 2e6)
         assert full.model_dump()["factor"] == 8.0

@@ -29,7 +29,8 @@ ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")
 
 def body(path: str, text: str, reply: str, stream: bool) -> dict[str, Any]:
     """The first request of a session; with a `reply` to it, the one that goes on."""
-    first, more = {"role": "user", "content": text}, {"role": "user", "content": "Again."}
+    first = {"role": "user", "content": text}
+    more = {"role": "user", "content": "Again."}
     messages = [first, {"role": "assistant", "content": reply}, more] if reply else [first]
     match path:
         case "/completions":
@@ -101,8 +102,11 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
         ) as http:
 
             async def agent(number: int, session: Session) -> list[str]:
-                path, stream = ROUTES[number % 4], number // 4 % 2 == 1
-                own, reply, seen = f"canary-{number:04}-end", "", []
+                path = ROUTES[number % 4]
+                stream = number // 4 % 2 == 1
+                own = f"canary-{number:04}-end"
+                reply = ""
+                seen = []
                 for _ in range(2):
                     asks = body(path, f"Say {own}", reply, stream)
                     async with http.post(f"{gateway.url}/s/{session.key}/v1{path}", json=asks) as answer:

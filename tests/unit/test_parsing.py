@@ -28,7 +28,8 @@ def named(call: Call, arguments: str = "arguments") -> str:
 
 
 def deepseek(between: str, call: Callable[[Call], str]) -> Callable[[Sequence[Call]], str]:
-    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    begin = "<｜tool▁call▁begin｜>"
+    end = "<｜tool▁call▁end｜>"
 
     def spelled(calls: Sequence[Call]) -> str:
         inner = between.join(begin + call(each) + end for each in calls)
@@ -110,7 +111,9 @@ def parsed(
     parsers = Parsers(tool_calls=parsers) if isinstance(parsers, str) else parsers
     stream = bool(pieces)
     parser = parsers.reply(TOOLS, ToolChoice(), parallel=parallel, prompt_text=prompt, stream=stream)
-    at, turn, told = 0, 0, []
+    at = 0
+    turn = 0
+    told = []
     while at < len(text):
         size = pieces[turn % len(pieces)] if pieces else len(text)
         told.append(parser.push(text[at : at + size]))
@@ -165,7 +168,9 @@ part = st.one_of(
 def test_text_that_calls_no_known_tool_is_content(
     parser: str, parts: list[str | Call], cut: float | None, pieces: list[int]
 ):
-    reply, content, made = "", "", []
+    reply = ""
+    content = ""
+    made = []
     for each in parts:
         spelled = each if isinstance(each, str) else ENDED[parser]([each])
         if isinstance(each, tuple) and each[0] != "nobody":
@@ -227,7 +232,8 @@ def test_stream_invents_no_call_after_an_unknown_tool(parser: str, reply: str):
     whole = parsed(parser, reply)
     for size in range(1, 12):
         streamed = parsed(parser, reply, [size])
-        assert (streamed.tool_calls, streamed.content) == (whole.tool_calls, whole.content)
+        assert streamed.tool_calls == whole.tool_calls
+        assert streamed.content == whole.content
 
 
 @pytest.mark.parametrize("name", FunctionCallParser.ToolCallParserEnum)

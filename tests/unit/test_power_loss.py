@@ -45,7 +45,8 @@ def log_of(path: Path) -> Path:
 
 async def run_until_checkpoint(path: Path) -> tuple[bytes, int]:
     """Groups g0 (trained), g1 and g2 (ready) and their snapshot; the log's length before g2's outcomes."""
-    actor, writer = make_actor(path), RunStoreWriter(path)
+    actor = make_actor(path)
+    writer = RunStoreWriter(path)
     await actor.start()
     leases = [await leased(actor) for _ in range(3)]
     for lease in leases[:2]:
@@ -140,7 +141,9 @@ def can_trace() -> bool:
 @pytest.mark.skipif(not can_trace(), reason="strace shows what is flushed to disk")
 def test_store_is_flushed_after_its_last_write_and_before_the_snapshot(tmp_path: Path) -> None:
     """By the system calls of the process itself, which a test within it could not see."""
-    path, snapshot, trace = tmp_path / "run.sqlite", tmp_path / "snapshot", tmp_path / "trace"
+    path = tmp_path / "run.sqlite"
+    snapshot = tmp_path / "snapshot"
+    trace = tmp_path / "trace"
     tests = Path(__file__).parent
     calls = "trace=fsync,fdatasync,pwrite64,write,openat,rename"
     subprocess.run(

@@ -69,7 +69,9 @@ def test_schedulers_of_an_engine_count_together() -> None:
     other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
     assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(running=3, waiting=1, kv_use=0.5)
     both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
-    assert (both.running, both.waiting, both.tokens_per_s) == (4, 1, 7.0)
+    assert both.running == 4
+    assert both.waiting == 1
+    assert both.tokens_per_s == 7.0
     assert both.kv_use == pytest.approx(0.3)
 
 
@@ -144,7 +146,9 @@ def test_latencies_are_of_finished_turns() -> None:
     seconds = tuple(float(number) for number in range(1, 101))
     ended = EndedTurns(sequence=1, seconds=seconds, prompt_tokens=200, cached_tokens=50, sampled_tokens=400)
     sample = gateway_sample(ended, 5.0)
-    assert (sample.requests, sample.latency_p50_s, sample.latency_p95_s) == (100, 51.0, 96.0)
+    assert sample.requests == 100
+    assert sample.latency_p50_s == 51.0
+    assert sample.latency_p95_s == 96.0
     assert (sample.cache_hit_rate, sample.tokens_per_s) == (0.25, 80.0)
     nothing = gateway_sample(
         EndedTurns(sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0), 5.0

@@ -81,7 +81,8 @@ async def test_reward_is_the_datasets_own_including_partial_rewards() -> None:
 
 async def test_text_that_a_scorer_cannot_read_scores_0_and_is_counted() -> None:
     task = first(gym.prime_factorization)
-    unread, read = await reward(task, "two times three"), await reward(task, str(task.label))
+    unread = await reward(task, "two times three")
+    read = await reward(task, str(task.label))
     assert (unread.reward, unread.components) == (0.0, {"unreadable": 1.0})
     assert (read.reward, read.components) == (1.0, {"unreadable": 0.0})
 

@@ -213,7 +213,9 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     given = assignment()
     (outcome,) = (await worker_at(url, good).run(given)).outcomes
     assert isinstance(outcome, UnreportedRollout)
-    assert (outcome.group_id, outcome.index, outcome.attempt) == ("g", 3, 2)
+    assert outcome.group_id == "g"
+    assert outcome.index == 3
+    assert outcome.attempt == 2
     assert "no such session" in outcome.detail
 
     class Pool(HeldPool):

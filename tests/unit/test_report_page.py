@@ -126,7 +126,9 @@ def test_a_gain_is_paired_over_the_same_tasks() -> None:
     before = [sample(number, reward=0.0) for number in range(8)]
     after = [sample(number, reward=1.0, step=4) for number in range(8)]
     [gain] = _gains(rows, [*before, *after])
-    assert (gain.gain_interval, gain.num_tasks, gain.after_interval) == ((1.0, 1.0), 8, (0.8, 1.0))
+    assert gain.gain_interval == (1.0, 1.0)
+    assert gain.num_tasks == 8
+    assert gain.after_interval == (0.8, 1.0)
     [gain] = _gains(rows, [*before[1:], *after])
     assert gain.gain_interval is None  # other tasks before: nothing to pair
     [gain] = _gains(rows[:1], before)
@@ -194,4 +196,6 @@ def test_damaged_store_and_settings_of_another_version_become_notes(tmp_path: Pa
 
 def test_report_contents_are_read_without_a_configuration(tmp_path: Path) -> None:
     contents = read_contents(RunFolder(path=tmp_path), None, [])
-    assert (contents.settings, contents.gains, contents.failures) == ([], [], [])
+    assert contents.settings == []
+    assert contents.gains == []
+    assert contents.failures == []

@@ -16,7 +16,9 @@ from invrl.types import FailedRollout
 
 
 async def test_freed_slot_is_refilled_at_once():
-    buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
+    buffer = Leases(groups=3)
+    opener = Opener()
+    pool = HeldPool()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=6)
     await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
     await asyncio.sleep(0.05)
@@ -34,7 +36,9 @@ async def test_freed_slot_is_refilled_at_once():
 
 
 async def test_every_leased_rollout_runs_once():
-    buffer, opener, pool = Leases(groups=20), Opener(), HeldPool()
+    buffer = Leases(groups=20)
+    opener = Opener()
+    pool = HeldPool()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=5)
     for _ in range(80):
         await until(lambda: pool.running)
@@ -48,7 +52,8 @@ async def test_every_leased_rollout_runs_once():
 
 
 async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
-    buffer, pool = Leases(groups=2), HeldPool()
+    buffer = Leases(groups=2)
+    pool = HeldPool()
     dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
     first = tuple(f"g0/{i}" for i in range(4))
     await until(lambda: first in pool.running)
@@ -62,7 +67,9 @@ async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
 async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypatch):
     """What passes between two looks is what the dispatcher (and nobody else: other tests' engines are looked
     at in this loop) asks the event loop for."""
-    buffer, pool, pauses = Leases(groups=0), HeldPool(), []
+    buffer = Leases(groups=0)
+    pool = HeldPool()
+    pauses = []
     noting = {"timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)}
     monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
     dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=4)
@@ -108,7 +115,8 @@ async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
 
 
 async def test_dispatcher_failure_ends_the_work_that_started_it():
-    opener, pool = Opener(), HeldPool()
+    opener = Opener()
+    pool = HeldPool()
     dispatcher = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
 
     async def starts():
@@ -133,7 +141,9 @@ async def test_guarded_call_returns_its_result():
 
 
 async def test_stopping_the_dispatcher_aborts_open_sessions():
-    buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
+    buffer = Leases(groups=2)
+    opener = Opener()
+    pool = HeldPool()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
     await dispatcher.stop()
@@ -143,7 +153,8 @@ async def test_stopping_the_dispatcher_aborts_open_sessions():
 
 
 async def test_dispatcher_stops_even_if_the_buffer_swallows_the_cancellation():
-    asked, followed = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
+    followed = asyncio.Event()
 
     class Swallowing:
         async def lease(self):

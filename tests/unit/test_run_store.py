@@ -114,7 +114,8 @@ def same(left: Turn, right: Turn) -> bool:
 
 
 def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"hash-a", 1.0)])
     for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
         writer.add_turn(made, b"[]")
@@ -131,7 +132,8 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
 
 
 def test_outcomes_leave_the_outbox_in_order_and_once(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions(
         [stored_session(name, name.encode(), 1.0, index) for index, name in enumerate("abc")]
     )
@@ -153,7 +155,8 @@ def test_outcomes_leave_the_outbox_in_order_and_once(tmp_path: Path):
 
 def test_closing_a_session_is_one_transaction(tmp_path: Path):
     """The state must not change when the outbox row cannot be written."""
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"a", 1.0)]).result(60)
     writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
@@ -165,7 +168,8 @@ def test_closing_a_session_is_one_transaction(tmp_path: Path):
 
 
 def test_failed_write_does_not_fail_other_writes(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")  # so that all writes below are one batch
     futures = [writer.add_turn(turn(name), b"[]") for name in ("1", "2", "2", "3")]
@@ -179,7 +183,8 @@ def test_failed_write_does_not_fail_other_writes(tmp_path: Path):
 
 
 def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     assert writer.add_turn(turn("1"), b"[]").done()
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -195,7 +200,8 @@ def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path
 def test_long_write_ahead_log_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
     monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)  # once, when nothing more is written
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     for number in range(200):
         writer.add_turn(turn(str(number)), b" " * 10_000)
     writer.close()
@@ -206,7 +212,8 @@ def test_long_write_ahead_log_is_truncated(tmp_path: Path, monkeypatch: pytest.M
 def test_long_reader_does_not_block_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 10)
     monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 50)
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), sqlite3.connect(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = sqlite3.connect(tmp_path / "run.db")
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
     for number in range(100):
@@ -236,7 +243,8 @@ def test_writer_waits_longer_than_a_stopped_process_may_live(tmp_path: Path, hea
 
 
 def test_cancelled_waiter_does_not_undo_its_commit(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     cancelled = writer.add_turn(turn("1"), b"[]")
@@ -249,7 +257,8 @@ def test_cancelled_waiter_does_not_undo_its_commit(tmp_path: Path):
 
 
 def test_unstorable_turn_fails_alone(tmp_path: Path):
-    writer, other = RunStoreWriter(tmp_path / "run.db"), RunStoreWriter(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    other = RunStoreWriter(tmp_path / "run.db")
     with pytest.raises(UnicodeEncodeError):
         writer.add_turn(turn("\ud800"), b"[]").result(60)
     assert other.add_turn(turn("1"), b"[]").done()  # nothing holds the database

@@ -46,7 +46,8 @@ def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(tmp_p
     found = load_file(path)
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
         assert torch.equal(found[name], tensor)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 

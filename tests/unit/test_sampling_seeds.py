@@ -22,7 +22,8 @@ PROMPT = bytes(range(16))
 
 
 def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
-    seeds, positions = [0, 0, 2**64 - 1, 2**31], [0, 1, 0, 2**31 - 1]
+    seeds = [0, 0, 2**64 - 1, 2**31]
+    positions = [0, 1, 0, 2**31 - 1]
     columns = torch.arange(50_000)
 
     def noise(rows: list[int]) -> torch.Tensor:
@@ -74,7 +75,8 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
 
         async def seeds(session: Session, *, seed: int | None = None) -> list[int]:
             """Of a question, the next turn, the question anew (a fresh conversation)."""
-            before, client = len(gateway.engine.requests), gateway.client(session)
+            before = len(gateway.engine.requests)
+            client = gateway.client(session)
             extra = {} if seed is None else {"seed": seed}
             first = await client.chat.completions.create(model="tiny", messages=[ASK], **extra)
             reply = {"role": "assistant", "content": first.choices[0].message.content}

@@ -174,7 +174,9 @@ def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
     """Each spelling of each option: with a valid value the package's own parser reads it from the command
     line, or the refusal says what to do; with any other value there is an answer of one of these kinds."""
     parser, owned = OF[flags]
-    walked, accepted, refused = 0, 0, 0
+    walked = 0
+    accepted = 0
+    refused = 0
     for action in parser()._actions:
         for spelling in action.option_strings:
             if not spelling.startswith("--") or spelling == "--help":

@@ -388,7 +388,8 @@ async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(tmp_path: P
     """The machine stops with the checkpoint of step 3; the run is continued from there twice: as it was, and
     from what was on disk."""
     path = tmp_path / "run.sqlite"
-    actor, writer = make_actor(path), RunStoreWriter(path)
+    actor = make_actor(path)
+    writer = RunStoreWriter(path)
     await actor.start()
     for step in range(3):
         await play(actor, writer, step)
@@ -405,7 +406,8 @@ async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(tmp_path: P
 
     stopped = tmp_path / "stopped" / "run.sqlite"
     abandon_open_sessions(stopped)
-    again, writer_again = make_actor(stopped), RunStoreWriter(stopped)
+    again = make_actor(stopped)
+    writer_again = RunStoreWriter(stopped)
     await again.start(snapshot)
     for step in range(3, 8):
         await actor.advance(WeightVersion(step))

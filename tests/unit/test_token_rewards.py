@@ -32,27 +32,34 @@ def rewards_of(*paths: Sequence[Turn], of: RolloutSummary, use: RewardUse = "rep
 
 
 def test_final_reward_is_placed_at_the_last_trained_token() -> None:
-    a, b = turn("a", None, [1, 2], [3, 4]), turn("b", "a", [5], [6, 7])
+    a = turn("a", None, [1, 2], [3, 4])
+    b = turn("b", "a", [5], [6, 7])
     assert rewards_of([a, b], of=summary(reward=2.0)) == [[0, 0, 0, 0, 0, 0, 2]]
     lost = replace(b, delivered=False)
     assert rewards_of([a, lost], of=summary(reward=2.0)) == [[0, 0, 0, 2]]
 
 
 def test_each_row_ends_with_the_reward_of_its_branch() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     of = replace(summary(reward=2.0), branch_rewards={"c": 0.5})
     assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0, 2], [0, 0, 0, 0.5]]
     assert rewards_of([a, b], [a, c], of=of, use="add") == [[0, 0, 0, 2], [0, 0, 0, 2.5]]
 
 
 def test_turn_reward_is_placed_at_its_last_token_and_counts_once() -> None:
-    a, b, c = turn("a", None, [1], [2, 9]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+    a = turn("a", None, [1], [2, 9])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     of = replace(summary(reward=1.0), turn_rewards={"a": 0.25, "c": 0.5})
     assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0.25, 0, 1], [0, 0, 0, 0, 1.5]]
 
 
 def test_reward_of_an_untrained_turn_moves_to_the_trained_turn_before() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4], delivered=False), turn("c", "b", [5], [6])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4], delivered=False)
+    c = turn("c", "b", [5], [6])
     of = replace(summary(reward=1.0), turn_rewards={"b": 0.5})
     assert rewards_of([a, b, c], of=of) == [[0, 0.5, 0, 0, 0, 1]]
     first = replace(a, delivered=False)
@@ -61,7 +68,8 @@ def test_reward_of_an_untrained_turn_moves_to_the_trained_turn_before() -> None:
 
 
 def test_child_sessions_have_their_own_token_rewards() -> None:
-    a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
+    a = turn("a", None, [1], [2])
+    k = replace(turn("k", None, [1], [2]), session_id="kid")
     of = replace(summary(reward=1.0), child_rewards={"kid": 3.0}, child_reward_from={"kid": "kid"})
     assert rewards_of([a], [k], of=of) == [[0, 1], [0, 3]]
     assert rewards_of([a], [k], of=of, use="add") == [[0, 1], [0, 4]]

@@ -18,7 +18,9 @@ from invrl.errors import ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
 
-TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
+TEXT = "Hi ünïcödé 漢 all of us, and then more"
+END = 2
+TOP = 3
 STREAMED = [False, True]
 
 
@@ -48,7 +50,9 @@ def shown(logprobs: list) -> list[list[tuple[str, float]]]:
     """Of chat completions and responses, which must agree with what they say of the sampled token."""
     for place in logprobs:
         top = place.top_logprobs[0]
-        assert (top.token, top.logprob, top.bytes) == (place.token, place.logprob, place.bytes)
+        assert top.token == place.token
+        assert top.logprob == place.logprob
+        assert top.bytes == place.bytes
         assert all(bytes(token.bytes).decode() == token.token for token in place.top_logprobs)
     return [[(token.token, token.logprob) for token in each.top_logprobs] for each in logprobs]
 

@@ -155,7 +155,8 @@ class TestAnAlias:
         self, engine: Engine, writer: ArenaWriter
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
-        first, second = stage(writer, 1), stage(writer, 2)
+        first = stage(writer, 1)
+        second = stage(writer, 2)
         assert await load(receiver, first)
         assert await load(receiver, second)
         await receiver.load(first)
