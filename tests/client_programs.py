@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ OFFLINE = {
     "NO_PROXY": "127.0.0.1,localhost",
 }
 """What a program is given that must reach this machine alone."""
+VERCEL_ENV = {**OFFLINE, "AI_SDK_LOG_WARNINGS": "false"}
 _INSTALL_S = 900
 
 
@@ -103,11 +104,10 @@ class Ended:
     out: str
     err: str
 
-    @property
-    def seen(self) -> dict:
-        """The JSON line that it printed."""
+    def json_lines(self) -> list[dict]:
+        """What it printed: one JSON object a line."""
         assert self.code == 0, self.err[-3000:]
-        return json.loads(self.out.strip().splitlines()[-1])
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 async def run_program(
@@ -136,6 +136,33 @@ async def run_program(
             os.killpg(process.pid, 9)
     assert process.returncode is not None
     return Ended(code=process.returncode, out=out.decode(), err=err.decode())
+
+
+async def run_every_mode(
+    program: str,
+    sessions: Sequence[Mapping[str, str]],
+    modes: Sequence[Sequence[str]],
+    *,
+    folder: Path,
+    deadline_s: float = 900,
+) -> list[dict]:
+    """What a program of `tests/clients/` prints in each mode (its flags), played one after the other in one
+    process, each in a session of its own."""
+    arguments = [
+        [session["base_url"], session["key"], *flags] for session, flags in zip(sessions, modes, strict=True)
+    ]
+    if program.endswith(".mjs"):
+        for name in ("every_mode.mjs", program):
+            shutil.copy(PROGRAMS / name, folder)
+        _link_vercel_packages(folder)
+        command = [_node(), "every_mode.mjs", program, json.dumps(arguments)]
+        env = VERCEL_ENV
+    else:
+        every_mode = str(PROGRAMS / "every_mode.py")
+        command = [str(python()), every_mode, str(PROGRAMS / program), json.dumps(arguments)]
+        env = {}
+    ended = await run_program(command, folder=folder, env=env, deadline_s=deadline_s)
+    return ended.json_lines()
 
 
 async def run_codex(
@@ -247,16 +274,23 @@ async def run_vercel_ai(
     session: Mapping[str, str], *flags: str, folder: Path, deadline_s: float = 900
 ) -> Ended:
     """`vercel_ai.mjs` in `folder`, where node finds its packages."""
+    shutil.copy(PROGRAMS / "vercel_ai.mjs", folder)
+    _link_vercel_packages(folder)
+    command = [_node(), "vercel_ai.mjs", session["base_url"], session["key"], *flags]
+    return await run_program(command, folder=folder, env=VERCEL_ENV, deadline_s=deadline_s)
+
+
+def _node() -> str:
     found = shutil.which("node")
     if found is None:
         raise FileNotFoundError("node is not on PATH")
-    shutil.copy(PROGRAMS / "vercel_ai.mjs", folder)
+    return found
+
+
+def _link_vercel_packages(folder: Path) -> None:
     packages = folder / "node_modules"
     if not packages.exists():
         packages.symlink_to(npm("vercel", *VERCEL))
-    command = [found, "vercel_ai.mjs", session["base_url"], session["key"], *flags]
-    env = {**OFFLINE, "AI_SDK_LOG_WARNINGS": "false"}
-    return await run_program(command, folder=folder, env=env, deadline_s=deadline_s)
 
 
 def _digest(text: str) -> str:

@@ -47,6 +47,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("slow", True))
 
 
+_LONGEST_CASE_NAME = 60
+"""Longer values are counted instead: their cases are `flags0`, `flags1` and so on."""
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The name of a case whose value is a collection: `--lr 0.1` instead of `flags3`."""
+    if not isinstance(val, list | tuple | dict):
+        return None
+    if not val:
+        return f"no {argname}"
+    words = case_words(val)
+    if words is None or len(words) > _LONGEST_CASE_NAME or not words.isprintable():
+        return None
+    return words
+
+
+def case_words(value: object, depth: int = 3) -> str | None:
+    """The parts of a value with spaces between. None if one of them has no short name, or lies deeper."""
+    if isinstance(value, str | int | float | bool | None):
+        return str(value)
+    if depth == 0 or not isinstance(value, list | tuple | dict):
+        return None
+    names = [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
+    words: list[str] = []
+    for name, part in zip(names, value.values() if isinstance(value, dict) else value, strict=True):
+        part_words = case_words(part, depth - 1)
+        if part_words is None:
+            return None
+        words.append(name + part_words)
+    return " ".join(words)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken; room for the

@@ -88,8 +88,10 @@ class _Reader:
 
     def on_message_complete(self) -> None:
         if self._requests:
-            method, body = self._parser.get_method().decode(), b"".join(self._body)
-            path, headers = self._url.decode(), self._headers
+            method = self._parser.get_method().decode()
+            body = b"".join(self._body)
+            path = self._url.decode()
+            headers = self._headers
             self._waiting.append(Exchange(method=method, path=path, request_headers=headers, request=body))
         elif self._parser.get_status_code() >= 200:
             exchange = self._waiting.popleft()
@@ -145,7 +147,8 @@ class Tap:
         upstream: asyncio.StreamWriter | None = None
         try:
             up_reader, upstream = await asyncio.open_connection(*self._upstream)
-            there, back = _Reader(self, waiting, requests=True), _Reader(self, waiting, requests=False)
+            there = _Reader(self, waiting, requests=True)
+            back = _Reader(self, waiting, requests=False)
             pumps = [
                 asyncio.create_task(self._pump(reader, upstream, there)),
                 asyncio.create_task(self._pump(up_reader, writer, back)),

@@ -41,7 +41,9 @@ def calculating(prompt: str) -> str:
             return "I run it.\n" + call(shell, arguments) if "answer.txt" in asked else "Nothing to run."
     products = _PRODUCT.findall(asked)
     if products and '"calculator"' in prompt:
-        return "Let me see.\n" + "\n".join(call("calculator", {"expression": one}) for one in products)
+        return "Let me see.\n" + "\n".join(
+            call("calculator", {"expression": product}) for product in products
+        )
     if '"final_answer"' in prompt:
         return call("final_answer", {"answer": "nothing to do"})
     return "You are wélcome 🙂"
@@ -61,7 +63,8 @@ def coding(prompt: str) -> str:
     task = _TASK.search(prompt)
     if task is None or '"name": "' not in prompt:
         return "A title for this"
-    folder, steps = task[1], int(task[2])
+    folder = task[1]
+    steps = int(task[2])
     step = len(re.findall(r"<\|im_start\|>assistant\n[^<]*<tool_call>", prompt))
     if step >= steps and "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in prompt:
         return call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})

@@ -14,7 +14,8 @@ async def collect(
     stream: AsyncIterable[GenerateChunk | GenerateEnd], each: Callable[[], object] = lambda: None
 ) -> tuple[list[GenerateChunk], GenerateResult]:
     """The chunks, and what they make with the end behind them. `each` is called at every chunk."""
-    chunks, ends = list[GenerateChunk](), list[GenerateEnd]()
+    chunks = list[GenerateChunk]()
+    ends = list[GenerateEnd]()
     async for item in stream:
         assert not ends
         if isinstance(item, GenerateChunk):

@@ -148,7 +148,7 @@ def imported_modules(path: Path) -> list[tuple[str, int]]:
     return modules
 
 
-def test_files_are_named_by_their_nouns() -> None:
+def test_no_file_is_named_utils_helpers_or_common() -> None:
     faults = (
         f"{place(path)}: {name}"
         for path in SOURCES
@@ -158,7 +158,7 @@ def test_files_are_named_by_their_nouns() -> None:
     check("A name says what is inside", faults, "name the file or folder by the noun that it is about")
 
 
-def test_modules_say_their_role() -> None:
+def test_every_module_has_a_docstring() -> None:
     faults = (
         place(path)
         for path in SOURCES
@@ -169,7 +169,7 @@ def test_modules_say_their_role() -> None:
     )
 
 
-def test_packages_say_what_lives_in_them() -> None:
+def test_every_package_has_a_docstring() -> None:
     faults = (place(path) for path in PACKAGES if len(ast.get_docstring(tree_of(path)) or "") <= 60)
     check("A package says what lives in it", faults, "begin the file with a docstring of a sentence or more")
 
@@ -233,7 +233,7 @@ def test_dialects_and_rendering_have_no_event_loop() -> None:
     check(rule, faults(), "wait in gateway.server, and pass the value in")
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_imports_have_no_circles() -> None:
     edges: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         at_top = {node.lineno for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)}
@@ -256,14 +256,14 @@ def test_modules_import_each_other_in_no_circle() -> None:
     check("Modules import each other in no circle", circles, "move what both need to a module of its own")
 
 
-def test_the_map_lists_every_file_with_what_it_is() -> None:
+def test_architecture_map_lists_every_file_with_its_docstring() -> None:
     table = with_table(MAP.read_text())
     difference = difflib.unified_diff(MAP.read_text().splitlines(), table.splitlines(), "is", "must be", n=0)
     rule = "ARCHITECTURE.md has the table of files that their docstrings make"
     check(rule, map(str.rstrip, difference), "python tests/file_map.py")
 
 
-def test_the_prose_of_the_map_names_files_that_exist() -> None:
+def test_files_named_in_the_architecture_prose_exist() -> None:
     faults = (
         f"{place(MAP, line)}: {name}"
         for line, text in enumerate(MAP.read_text().splitlines(), 1)
@@ -283,7 +283,7 @@ def is_defined(symbol: str, path: Path) -> bool:
     return any(file.exists() and definition.search(text_of(file)) for file in files)
 
 
-def test_the_map_names_symbols_that_are_defined_where_it_says() -> None:
+def test_symbols_of_the_architecture_map_are_defined_in_the_named_files() -> None:
     text = MAP.read_text()
     faults = (
         f"{place(MAP, text.count(chr(10), 0, match.start()) + 1)}: {match[2]} defines no {match[1]}"
@@ -293,7 +293,7 @@ def test_the_map_names_symbols_that_are_defined_where_it_says() -> None:
     check("ARCHITECTURE.md names symbols where they are defined", faults, "correct the name or the sentence")
 
 
-def test_the_classes_and_methods_that_the_map_names_exist() -> None:
+def test_classes_and_methods_of_the_architecture_map_exist() -> None:
     prose = MAP.read_text().partition("<!-- files -->")[0]
     bodies: dict[str, str] = {}
     for path in SOURCES:
@@ -333,7 +333,7 @@ def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
     check("No file names a registry or a path of one machine", faults, "leave it to the user's configuration")
 
 
-def test_no_two_test_files_have_one_name() -> None:
+def test_test_file_names_are_unique() -> None:
     paths = list(ROOT.glob("tests/**/test_*.py"))
     names = Counter(path.name for path in paths)
     faults = (place(path) for path in paths if names[path.name] > 1)
@@ -341,7 +341,7 @@ def test_no_two_test_files_have_one_name() -> None:
     check(rule, faults, "rename one of them")
 
 
-def test_no_import_takes_every_name() -> None:
+def test_no_module_uses_a_star_import() -> None:
     faults = (
         place(path, node.lineno)
         for path in SOURCES

@@ -31,7 +31,9 @@ SPECIAL_TOKENS = (
     "</tool_call>",
 )
 """Their ids are their places: padding 0, end of turn 2."""
-PAD_ID, IM_START_ID, IM_END_ID = 0, 1, 2
+PAD_ID = 0
+IM_START_ID = 1
+IM_END_ID = 2
 
 CHAT_TEMPLATE = (
     "{%- if tools %}"

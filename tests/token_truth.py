@@ -238,8 +238,8 @@ def judge(
     if all_turns:
         whole = [rid for rid, one in passed.items() if one.finish in ("stop", "length")]
         verdict.unrecorded = sum(rid.startswith("turn-") and rid not in stored for rid in whole)
-    for one in sent:
-        _judge_sent(verdict, one, stored, passed, reference)
+    for reply in sent:
+        _judge_sent(verdict, reply, stored, passed, reference)
     return verdict
 
 
@@ -371,17 +371,17 @@ def _judge_sent(
             verdict.mismatches.append((turn.id, "text", f"{sent.reasoning!r} {thought!r}"))
     if sent.tool_calls or "<tool_call>" in text:
         shown, calls = _with_calls(text)
-        functions = [one["function"] for one in sent.tool_calls]
-        got = [(one["name"], _arguments(one["arguments"])) for one in functions]
+        functions = [call["function"] for call in sent.tool_calls]
+        sent_calls = [(function["name"], _arguments(function["arguments"])) for function in functions]
         ended = wire.finish == "length" or isinstance(wire.matched, str)
-        if ended and got and isinstance(got[-1][1], str):  # streamed, and cut short
+        if ended and sent_calls and isinstance(sent_calls[-1][1], str):  # streamed, and cut short
             whole, rest = text[: (at := text.rindex("<tool_call>"))], text[at:]
-            told = got[-1][0] in rest and got[-1][1].strip() in rest
+            told = sent_calls[-1][0] in rest and sent_calls[-1][1].strip() in rest
             shown, calls = _with_calls(whole)
-            if not told or (sent.text.strip(), got[:-1]) != (shown.strip(), calls):
-                verdict.mismatches.append((turn.id, "text", f"{(sent.text, got)} {text}"))
-        elif (sent.text.strip(), got) != (shown.strip(), calls):
-            verdict.mismatches.append((turn.id, "text", f"{(sent.text, got)} {(shown, calls)}"))
+            if not told or (sent.text.strip(), sent_calls[:-1]) != (shown.strip(), calls):
+                verdict.mismatches.append((turn.id, "text", f"{(sent.text, sent_calls)} {text}"))
+        elif (sent.text.strip(), sent_calls) != (shown.strip(), calls):
+            verdict.mismatches.append((turn.id, "text", f"{(sent.text, sent_calls)} {(shown, calls)}"))
     elif sent.text != text:
         verdict.mismatches.append((turn.id, "text", f"{sent.text!r} {text!r}"))
     return None
@@ -426,7 +426,7 @@ def _marked(reply: Mapping) -> dict:
 
 def _flat(message: Mapping) -> dict:
     """A message of chat completions in the store's form."""
-    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls}
 
 

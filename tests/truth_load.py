@@ -45,9 +45,11 @@ def chatter(prompt: str) -> str:
     last = prompt.rpartition("<|im_start|>user")[2]
     if '"calculator"' in prompt and "number please" in last and "<|im_start|>tool" not in last:
         calls = [f"{source.randint(1, 99)}*{source.randint(1, 99)}" for _ in range(source.choice([1, 1, 2]))]
-        arguments = [json.dumps({"name": "calculator", "arguments": {"expression": one}}) for one in calls]
+        arguments = [json.dumps({"name": "calculator", "arguments": {"expression": call}}) for call in calls]
         behind = source.choice(["", "", "", "\n\nDone: 漢字", " and more"])
-        text = "\n".join([text.strip(), *(f"<tool_call>\n{one}\n</tool_call>{behind}" for one in arguments)])
+        text = "\n".join(
+            [text.strip(), *(f"<tool_call>\n{argument}\n</tool_call>{behind}" for argument in arguments)]
+        )
         text = text.strip()
     return text
 
@@ -134,8 +136,12 @@ class _Talk:
         """Another text where a reply was, or where a question was. Not beside calls: whatever stands there,
         a reply is known by its calls."""
         self.messages = [dict(message) for message in self.messages]
-        texts = [one for one in self.messages[:-1] if one["role"] != "system" and one.get("content")]
-        spots = [one for one in texts if not one.get("tool_calls")]
+        texts = [
+            message
+            for message in self.messages[:-1]
+            if message["role"] != "system" and message.get("content")
+        ]
+        spots = [text for text in texts if not text.get("tool_calls")]
         if spots:
             self.random.choice(spots)["content"] = f"edited {self.random.randrange(1000)}"
         await self.plain()
@@ -245,8 +251,10 @@ class _Talk:
         reasoning = message.get("reasoning_content") or ""
         names = ["role", "content", "tool_calls", *(["reasoning_content"] if self.returns_thinking else [])]
         message = {name: message[name] for name in names if message.get(name)}
-        text, calls = message.get("content", ""), message.get("tool_calls", [])
-        tools, messages = body.get("tools", []), body["messages"]
+        text = message.get("content", "")
+        calls = message.get("tool_calls", [])
+        tools = body.get("tools", [])
+        messages = body["messages"]
         sent = Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls)
         sent = dataclasses.replace(sent, reasoning=reasoning)
         load.sent.append(dataclasses.replace(sent, trimmed=self.trims))

@@ -125,7 +125,8 @@ async def real_stack(
     folder: Path, model: Path, fleet: Fleet, name: str = "engine-0", **changes: object
 ) -> AsyncIterator[Stack]:
     """The router reaches the engine through the tap for as long as this lasts."""
-    engine, router = fleet.engines[name].server, fleet.router
+    engine = fleet.engines[name].server
+    router = fleet.router
     limits = {"context_length": fleet.limits.context_length, "vocab_size": fleet.limits.vocab_size}
     async with EngineTap(engine.url) as tap:
         await asyncio.to_thread(router.unregister, engine.url)

@@ -72,7 +72,9 @@ class Seen:
         continued: set[str] = set()
         first_end = min((turn["finished_at"] for turn in turns), default=0.0)
         for number, turn in enumerate(turns):
-            reason, change, parent = turn["fork_reason"], turn.get("changed"), turn["parent_id"]
+            reason = turn["fork_reason"]
+            change = turn.get("changed")
+            parent = turn["parent_id"]
             if reason:
                 self.forks[reason] += 1
                 if change is None and reason != "new_conversation":

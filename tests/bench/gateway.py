@@ -173,7 +173,8 @@ class _Bench:
                 await self._closed(way, script, agents=8, stream=stream)
 
     async def streams(self) -> None:
-        size, found = self._size, defaultdict[str, list[Measured]](list)
+        size = self._size
+        found = defaultdict[str, list[Measured]](list)
         script = await self._script(turns=_TURNS, tokens=size.tokens)
         self._rig.pace(size.pace_s)
         for _ in range(self._repetitions):
@@ -199,7 +200,8 @@ class _Bench:
                 due_s = arrivals(rate=size.rate, seconds=size.arrive_s, seed=nth)
                 for way in ("direct", "on"):
                     found[way].append(await self._open(way, script, due_s, stream=stream))
-            added, direct = dict[str, dict[str, float]](), dict[str, float]()
+            added = dict[str, dict[str, float]]()
+            direct = dict[str, float]()
             for what, rank in product(("whole", "first") if stream else ("whole",), ADDED_MS):
                 ms = {way: [one.percentile_ms(what, int(rank[1:])) for one in found[way]] for way in found}
                 pairs = zip(ms["on"], ms["direct"], strict=True)
@@ -282,14 +284,15 @@ class _Bench:
         direct = way == "direct"
         url = "" if direct else self._rig.gateways[way].url
         opened = [] if direct else await self._load.open(url, sessions)
-        through, straight = self._load.through, self._load.direct
+        through = self._load.through
+        straight = self._load.direct
         ask = straight(script, stream=stream) if direct else through(script, opened, stream=stream)
         processes = self._rig.processes("on" if direct else way)
-        before = {name: _cpu_s(one) for name, one in processes.items()}
+        before = {name: _cpu_s(process) for name, process in processes.items()}
         gc.collect()
         gc.freeze()  # the load generator's own pauses are nobody's latency
         found = await run(ask)
-        found.cpu_s = {name: _cpu_s(one) - before[name] for name, one in processes.items()}
+        found.cpu_s = {name: _cpu_s(process) - before[name] for name, process in processes.items()}
         await self._load.end(url, opened)
         if len(found.errors) > 0.01 * (len(found.errors) + len(found.whole_s)):
             raise ServerError(f"{len(found.errors)} requests failed ({way}): {found.errors[:3]}")
@@ -330,10 +333,11 @@ def _cpu(found: Mapping[str, Sequence[Measured]]) -> dict[str, dict[str, float]]
     """CPU-milliseconds per answered request, by way and process."""
     report = {}
     for way, repetitions in found.items():
-        requests = sum(len(one.whole_s) for one in repetitions)
+        requests = sum(len(repetition.whole_s) for repetition in repetitions)
         names = [name for name in repetitions[0].cpu_s if way != "direct" or name in ("engine", "load")]
         report[way] = {
-            name: round(1000 * sum(one.cpu_s[name] for one in repetitions) / requests, 3) for name in names
+            name: round(1000 * sum(repetition.cpu_s[name] for repetition in repetitions) / requests, 3)
+            for name in names
         }
     return report
 

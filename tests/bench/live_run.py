@@ -66,7 +66,8 @@ class Family:
         self._cpu: dict[tuple[str, int], float] = {}
 
     def sample(self) -> None:
-        pss, rss = Counter[str](), Counter[str]()
+        pss = Counter[str]()
+        rss = Counter[str]()
         try:
             found = [self._supervisor, *self._supervisor.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -74,7 +75,8 @@ class Family:
         for process in found:
             try:
                 role = role_of(process.cmdline()) if process != self._supervisor else "supervisor"
-                memory, cpu = process.memory_full_info(), process.cpu_times()
+                memory = process.memory_full_info()
+                cpu = process.cpu_times()
             except psutil.Error:
                 continue
             pss[role] += memory.pss

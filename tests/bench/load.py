@@ -117,7 +117,8 @@ class Load:
             messages = [*messages, {"role": "assistant", "content": message["content"]}]
         await self.end(gateway_url, [session])
         with contextlib.closing(RunStore(store_path)) as store:
-            prompts, ids = [], list[int]()
+            prompts = []
+            ids = list[int]()
             for turn in store.turns(session.id):
                 assert turn.parent_id is not None or not prompts, "a turn forked"
                 prompts.append(ids := [*ids, *turn.context_ids_T.tolist()])
@@ -164,7 +165,8 @@ class Load:
             if not stream:
                 await answer.read()
                 return time.perf_counter()
-            first, last = 0.0, b""
+            first = 0.0
+            last = b""
             async for data in answer.content.iter_any():
                 first = first or time.perf_counter()
                 last = (last + data)[-32:]
@@ -192,7 +194,9 @@ async def closed_loop(ask: Ask, script: Script, *, agents: int, rounds: int = 1)
 
 def arrivals(*, rate: float, seconds: float, seed: int) -> list[float]:
     """A Poisson process: when each request is due, in seconds from the start."""
-    source, at, times = random.Random(seed), 0.0, []
+    source = random.Random(seed)
+    at = 0.0
+    times = []
     while (at := at + source.expovariate(rate)) < seconds:
         times.append(at)
     return times

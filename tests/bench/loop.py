@@ -74,7 +74,7 @@ def _measure(options: argparse.Namespace, work: Path) -> tuple[dict[str, float],
     shared += ["--run-root", str(work), "--no-tensorboard"]
     if "rollouts" in parts or "trainer" in parts:
         speeds = _measure_halves(options, work, shared, trainer="trainer" in parts)
-        details["speeds"] = {name: one.summary() for name, one in speeds.items()}
+        details["speeds"] = {name: speed.summary() for name, speed in speeds.items()}
         ratios |= {name: summary["ratio"] for name, summary in details["speeds"].items()}
     if "run" in parts:
         from bench.live_run import measure_run

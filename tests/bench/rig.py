@@ -81,7 +81,7 @@ class Rig:
 
     def check(self) -> None:
         """ServerError if one of them has ended."""
-        for process in (self.engine, self.router, *(each.process for each in self.gateways.values())):
+        for process in (self.engine, self.router, *(gateway.process for gateway in self.gateways.values())):
             process.check_alive()
 
     def _gateway(self, name: str) -> GatewayServer:

@@ -59,7 +59,8 @@ class _Bench:
         self._engine: SglangClient = engine.client
 
     async def run(self, repetitions: int) -> tuple[dict[str, Speeds], TrainBatch]:
-        gateway, fleet = Speeds(), Speeds()
+        gateway = Speeds()
+        fleet = Speeds()
         taken = await self._cluster.buffer.take()  # what is slow once was slow in this one
         await self._through_gateway("warm-up")
         for nth in range(repetitions):

@@ -51,7 +51,8 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     await fleet.start()
     try:
         await fleet.admit()
-        sender, bound = TorchSender(model), CanaryBound.for_dtypes("float32", "float32")
+        sender = TorchSender(model)
+        bound = CanaryBound.for_dtypes("float32", "float32")
         canary = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
         transaction = WeightTransaction(sender, fleet.receivers, canary_prompts=canary, bound=bound)
 

@@ -31,13 +31,15 @@ from invrl.rollout.session_client import SessionClient
 from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
 
 TESTS = Path(__file__).parents[1]
-STREAMS, TOKENS = 1000, 200
+STREAMS = 1000
+TOKENS = 200
 DEADLINE_S = 900.0
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> float:
     """Few tokens: it takes its turn with the streams, so that a step ends while they go on."""
-    client, text = endpoint.openai(), ""
+    client = endpoint.openai()
+    text = ""
     ask = {"role": "user", "content": str(task.payload["prompt"])}
     for _ in range(2):
         reply = await client.chat.completions.create(model=endpoint.model, messages=[ask], max_tokens=8)  # type: ignore[list-item]
@@ -63,7 +65,8 @@ class Streams:
     async def _stream(self, http: aiohttp.ClientSession, session: Session, model: str) -> None:
         body = {"model": model, "stream": True, "max_tokens": TOKENS, "logprobs": True}
         body["messages"] = [{"role": "user", "content": "say fox"}]
-        headers, url = {"authorization": f"Bearer {session.key}"}, f"{session.base_url}/chat/completions"
+        headers = {"authorization": f"Bearer {session.key}"}
+        url = f"{session.base_url}/chat/completions"
         try:
             async with http.post(url, json=body, headers=headers) as answer:
                 if answer.status != 200:
@@ -88,7 +91,9 @@ class Streams:
 
 
 async def _load(url: str, key: str, run: Path) -> Streams:
-    client, streams, sessions = SessionClient(url, env_key=key), Streams(), list[Session]()
+    client = SessionClient(url, env_key=key)
+    streams = Streams()
+    sessions = list[Session]()
     deadline = time.monotonic() + DEADLINE_S
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("rollout/reward_mean") < 2:
@@ -123,7 +128,9 @@ def _of_store(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="invrl-streams-") as folder:
-        run, key, port = Path(folder) / "run", f"env-{uuid4().hex}", free_port()
+        run = Path(folder) / "run"
+        key = f"env-{uuid4().hex}"
+        port = free_port()
         flags = {
             **{"config": TESTS / "e2e/trivial.toml", "model-path": make_tiny_model(Path(folder) / "model")},
             **{"run-root": folder, "run-name": "run", "num-steps": 1000, "gateway-port": port},

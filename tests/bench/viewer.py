@@ -421,10 +421,12 @@ def live_cost(folder: RunFolder, cache: Path, seconds: int) -> dict[str, Any]:
                     until = threading.Event()
                     viewer.follow(until)
                     process = psutil.Process(viewer.pid)
-                    before, io_before = process.cpu_times(), process.io_counters()
+                    before = process.cpu_times()
+                    io_before = process.io_counters()
                     started = time.monotonic()
                     commits["viewed"] += writer.append(first, part_s)
-                    after, io_after = process.cpu_times(), process.io_counters()
+                    after = process.cpu_times()
+                    io_after = process.io_counters()
                     viewed_s += time.monotonic() - started
                     cpu_s += after.user + after.system - before.user - before.system
                     read_bytes += io_after.read_chars - io_before.read_chars

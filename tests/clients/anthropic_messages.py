@@ -28,13 +28,20 @@ def calculator(expression: str) -> str:
 
 
 def main() -> None:
-    url, key, stream = sys.argv[1].removesuffix("/v1"), sys.argv[2], "--stream" in sys.argv
+    url = sys.argv[1].removesuffix("/v1")
+    key = sys.argv[2]
+    stream = "--stream" in sys.argv
     forced = "--forced" in sys.argv
     if forced:
         TOOL["input_schema"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = Anthropic(base_url=url, api_key=key, max_retries=0)
     messages: list = []
-    answers, results, stops, counted, inputs, events_seen = [], [], [], [], [], 0
+    answers = []
+    results = []
+    stops = []
+    counted = []
+    inputs = []
+    events_seen = 0
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:

@@ -33,7 +33,9 @@ def calculator(expression: str) -> str:
 
 
 def main() -> None:
-    url, key, stream = sys.argv[1], sys.argv[2], "--stream" in sys.argv
+    url = sys.argv[1]
+    key = sys.argv[2]
+    stream = "--stream" in sys.argv
     if "--messages" in sys.argv:
         where = {"model": "anthropic/scripted", "api_base": url.removesuffix("/v1")}
     else:
@@ -42,7 +44,8 @@ def main() -> None:
     if forced:
         TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     messages: list = [{"role": "system", "content": "Use the calculator."}]
-    answers, results = [], []
+    answers = []
+    results = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:

@@ -47,7 +47,9 @@ async def main() -> None:
         model_settings=settings,
         model=kind(model="scripted", openai_client=client),
     )
-    answers, items, events = [], [], 0
+    answers = []
+    items = []
+    events = 0
     for question in QUESTIONS:
         items.append({"role": "user", "content": question})
         if "--stream" in sys.argv:

@@ -48,12 +48,18 @@ def ask(client: OpenAI, messages: list, stream: bool, forced: bool):
 
 
 def main() -> None:
-    url, key, stream, forced = sys.argv[1], sys.argv[2], "--stream" in sys.argv, "--forced" in sys.argv
+    url = sys.argv[1]
+    key = sys.argv[2]
+    stream = "--stream" in sys.argv
+    forced = "--forced" in sys.argv
     if forced:
         TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     messages: list = [{"role": "system", "content": "Use the calculator."}]
-    answers, results, finishes, tokens = [], [], [], 0
+    answers = []
+    results = []
+    finishes = []
+    tokens = 0
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:

@@ -10,9 +10,13 @@ from openai import OpenAI
 
 
 def main() -> None:
-    url, key, stream = sys.argv[1], sys.argv[2], "--stream" in sys.argv
+    url = sys.argv[1]
+    key = sys.argv[2]
+    stream = "--stream" in sys.argv
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
-    text, finishes, added = "Once upon a time ünïcödé 🙂", [], []
+    text = "Once upon a time ünïcödé 🙂"
+    finishes = []
+    added = []
     for _ in range(4):
         given = {"model": "scripted", "prompt": text, "max_tokens": 16}
         if stream:

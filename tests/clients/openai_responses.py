@@ -29,13 +29,19 @@ def calculator(expression: str) -> str:
 
 
 def main() -> None:
-    url, key, stream, previous = sys.argv[1], sys.argv[2], "--stream" in sys.argv, "--previous" in sys.argv
+    url = sys.argv[1]
+    key = sys.argv[2]
+    stream = "--stream" in sys.argv
+    previous = "--previous" in sys.argv
     forced = "--forced" in sys.argv
     if forced:
         TOOL["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     items: list = []
-    answers, results, last, deltas = [], [], None, 0
+    answers = []
+    results = []
+    last = None
+    deltas = 0
     for question in QUESTIONS:
         items.append({"role": "user", "content": question})
         while True:

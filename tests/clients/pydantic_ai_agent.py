@@ -40,7 +40,8 @@ async def main() -> None:
         RESULTS.append(str(int(left) * int(right)))
         return RESULTS[-1]
 
-    answers, history = [], []
+    answers = []
+    history = []
     for question in QUESTIONS:
         if "--stream" in sys.argv:
             async with agent.iter(question, message_history=history) as run:

@@ -64,10 +64,14 @@ async def client(
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(fleet, Fleet):
             assert router is not None
-            url, key, limits = router.url, router.api_key, fleet.limits
+            url = router.url
+            key = router.api_key
+            limits = fleet.limits
         else:
             assert engine is not None
-            url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
+            url = engine.url
+            key = ""
+            limits = EngineLimits(vocab_size=512, context_length=2048)
             if fleet.endswith("tap"):
                 url = (await stack.enter_async_context(EngineTap(url))).url
         yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
@@ -91,17 +95,18 @@ def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
     return [span.start for span in spans] == [0, *ends[:-1]] and ends[-1] == length
 
 
-async def test_a_whole_answer(client: SglangClient):
+async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient):
     prompt = [secrets.randbelow(400) + 20 for _ in range(40)]
     result = await client.generate(ask(prompt))
     assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (40, "length", None)
     assert len(result.ids_T) == len(result.logprobs_T) == 6
-    assert (result.ids_T.dtype, result.logprobs_T.dtype) == (np.int32, np.float32)
+    assert result.ids_T.dtype == np.int32
+    assert result.logprobs_T.dtype == np.float32
     assert np.all(result.logprobs_T <= 0)
     assert tiles(result.spans, 6)
 
 
-async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
+async def test_stream_pieces_join_to_the_whole_reply(client: SglangClient):
     """SGLang makes one piece of tokens that its HTTP process was late for, so that they are fewer on a busy
     machine."""
     chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=90)))
@@ -112,7 +117,9 @@ async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
         seen += len(chunk.ids_T)
         assert tiles(chunk.spans, seen)
     assert tiles(result.spans, 90)
-    assert (seen, result.finish_reason, result.prompt_tokens) == (90, "length", 4)
+    assert seen == 90
+    assert result.finish_reason == "length"
+    assert result.prompt_tokens == 4
 
 
 async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) -> None:
@@ -125,7 +132,7 @@ async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) ->
         engine.version = version
 
 
-async def test_only_the_end_of_a_stream_tells_where_the_weights_changed(
+async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
     client: SglangClient, fleet: Fleet | str, engine: FakeEngine | None
 ):
     """Before it each event has the version that the engine has when it is sent, and tokens that break off
@@ -174,17 +181,19 @@ def versions(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_end_token_ends_the_answer_and_is_in_it(client: SglangClient, stream: bool):
+async def test_end_token_ends_the_reply_and_is_part_of_it(client: SglangClient, stream: bool):
     greedy = Sampling(temperature=0.0, max_new_tokens=4)
     free = await client.generate(ask([5, 6, 7, 8], sampling=greedy))
     end = int(free.ids_T[0])
     request = ask([5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False)
     result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
-    assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", end, [end])
+    assert result.finish_reason == "stop"
+    assert result.matched_stop == end
+    assert result.ids_T.tolist() == [end]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
+async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     client: SglangClient, fleet: Fleet | str, tiny_model: Path, stream: bool
 ):
     if fleet == "fake":
@@ -199,14 +208,14 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
     request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
     result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
-    got = result.ids_T.tolist()
-    assert got == ids[: len(got)]
-    assert stop in text(got, skip_special_tokens=False)
-    assert stop not in text(got[:-1], skip_special_tokens=False)
+    sampled_ids = result.ids_T.tolist()
+    assert sampled_ids == ids[: len(sampled_ids)]
+    assert stop in text(sampled_ids, skip_special_tokens=False)
+    assert stop not in text(sampled_ids[:-1], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_tokens_of_each_place(client: SglangClient, stream: bool):
+async def test_greedy_sampling_takes_the_first_of_the_top_tokens(client: SglangClient, stream: bool):
     """Where sampling is greedy, the first of them is what was sampled, with the same log-prob."""
     greedy = Sampling(temperature=0.0, max_new_tokens=6)
     request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
@@ -219,7 +228,7 @@ async def test_the_likeliest_tokens_of_each_place(client: SglangClient, stream: 
     assert (await client.generate(ask([5], tokens=1))).top.size == 0
 
 
-async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):
+async def test_continued_path_is_read_from_the_cache(client: SglangClient):
     prompt = [secrets.randbelow(400) + 20 for _ in range(60)]
     first = await client.generate(ask(prompt))
     second = await client.generate(ask([*prompt, *first.ids_T.tolist(), 5, 6, 7, 8]))
@@ -227,7 +236,7 @@ async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):
     assert 60 <= second.cached_tokens < second.prompt_tokens == 70
 
 
-async def test_closing_a_stream_ends_it(client: SglangClient):
+async def test_closing_a_stream_ends_its_generation(client: SglangClient):
     async with contextlib.aclosing(client.stream(ask([5, 6, 7], tokens=1500))) as items:
         async for _ in items:
             break
@@ -235,7 +244,7 @@ async def test_closing_a_stream_ends_it(client: SglangClient):
     assert len(result.ids_T) == 2
 
 
-async def test_what_would_kill_an_engine_is_not_sent(client: SglangClient):
+async def test_request_that_would_kill_an_engine_is_refused(client: SglangClient):
     longest = client.limits.context_length
     for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * (longest - 99), 100)):
         with pytest.raises(SessionError) as caught:
@@ -244,7 +253,7 @@ async def test_what_would_kill_an_engine_is_not_sent(client: SglangClient):
     assert (await client.generate(ask([5]))).prompt_tokens == 1
 
 
-async def test_nobody_there_is_a_server_error():
+async def test_unreachable_engine_is_a_server_error():
     limits = EngineLimits(vocab_size=512, context_length=2048)
     async with SglangClient("http://127.0.0.1:9", limits=limits) as client:
         with pytest.raises(ServerError):

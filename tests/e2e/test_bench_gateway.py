@@ -22,7 +22,8 @@ def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     assert all(f"\n{name} " in printed for name in TARGETS)
     assert result["ratios"]["held"] == 1.0
     assert all(ratio > 0 for ratio in result["ratios"].values())
-    streams, hold = result["streams"], result["hold"]
+    streams = result["streams"]
+    hold = result["hold"]
     ideal = SMOKE.agents / SMOKE.pace_s
     assert 0 < streams["paced"]["tokens_per_s"] <= 1.01 * ideal
     assert streams["paced"]["reference_tokens_per_s"] <= 1.01 * ideal

@@ -25,7 +25,7 @@ def computed(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_it_makes_the_steps_of_a_run_without_turns(folder: Path) -> None:
+def test_colocated_run_takes_the_same_steps_as_a_run_without_gpu_turns(folder: Path) -> None:
     beside = train(folder, "beside", *EXACT, "--num-steps", "4")
     train(folder, "turns", *EXACT, "--colocate", "--num-steps", "2")
     turns = train(folder, "turns", *EXACT, "--colocate", "--num-steps", "4")

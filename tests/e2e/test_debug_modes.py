@@ -72,7 +72,7 @@ def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_a_step_is_made_again_with_every_token_written_out(learned: Path, saved: int, folder: Path) -> None:
+def test_replay_repeats_a_step_and_writes_out_every_token(learned: Path, saved: int, folder: Path) -> None:
     said = invrl(folder, "replay", str(learned), "--step", str(saved + 1))
     result = json.loads((learned / f"replay/step-{saved + 1:06}/result.json").read_text())
     assert result["differ"] == []
@@ -118,7 +118,7 @@ def test_rollouts_alone_fill_a_folder_that_a_trainer_can_read(folder: Path) -> N
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_ledger_of_a_run(learned: Path, folder: Path) -> None:
+def test_ledger_command_lists_where_every_rollout_ended(learned: Path, folder: Path) -> None:
     said = invrl(folder, "ledger", str(learned))
     assert "1 incarnation:" in said
     assert f"{STEPS * 32}  trained" in said

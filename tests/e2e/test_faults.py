@@ -49,12 +49,12 @@ def run(folder: Path) -> Iterator[Soak]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_every_role_is_named() -> None:
+def test_every_role_has_a_fault() -> None:
     assert FAULTS.keys() == ROLES.keys()
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_engine_of_a_run_that_goes_on_is_verified_by_a_command(run: Soak, folder: Path) -> None:
+def test_verify_weights_command_checks_the_engine_of_a_live_run(run: Soak, folder: Path) -> None:
     run.train_on()
     (line,) = invrl(folder, "verify-weights", str(folder / "faults")).splitlines()
     assert line.startswith("engine-0: version ")
@@ -62,7 +62,7 @@ def test_the_engine_of_a_run_that_goes_on_is_verified_by_a_command(run: Soak, fo
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_what_a_stranger_sends_to_any_port_is_neither_executed_nor_stored(
+def test_bytes_of_a_stranger_are_neither_executed_nor_stored_at_any_port(
     run: Soak, folder: Path, tmp_path: Path
 ) -> None:
     run.train_on()
@@ -77,7 +77,7 @@ def test_what_a_stranger_sends_to_any_port_is_neither_executed_nor_stored(
     assert not [path for path in files if stranger.mark.encode() in path.read_bytes()]
 
 
-def test_the_stranger_finds_who_trusts_it(tmp_path: Path) -> None:
+def test_attack_finds_servers_that_execute_what_strangers_send(tmp_path: Path) -> None:
     stranger = Stranger(folder=tmp_path, mark="mark")
     with zmq.Context() as context, context.socket(zmq.PULL) as trusting, HTTPServer(ADDRESS, Trusting) as web:
         port = trusting.bind_to_random_port("tcp://127.0.0.1")
@@ -107,7 +107,7 @@ class Trusting(BaseHTTPRequestHandler):
 
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("role", FAULTS)
-def test_the_run_trains_on(run: Soak, role: str) -> None:
+def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
     recovers = ("worker", "gateway", "router", "fork parent")
     outcomes = {"supervisor": "resumed", **dict.fromkeys(recovers, "recovered")}
@@ -116,7 +116,7 @@ def test_the_run_trains_on(run: Soak, role: str) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_then_nothing_was_lost_or_trained_twice(run: Soak, folder: Path) -> None:
+def test_after_all_faults_no_rollout_is_lost_or_trained_twice(run: Soak, folder: Path) -> None:
     steps = run.finish()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
     assert counts["rollouts_trained"] == steps * 32

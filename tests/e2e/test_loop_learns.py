@@ -25,13 +25,13 @@ def change(run: Path) -> float:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_reward_rises(learned: Path) -> None:
+def test_reward_rises_in_training(learned: Path) -> None:
     assert change(learned) > 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_flipped_advantages_fall(folder: Path) -> None:
+def test_reward_falls_with_flipped_advantages(folder: Path) -> None:
     """Two data-parallel ranks."""
     control = ("--advantage", "tests.e2e.trivial:flipped", "--data-parallel-size", "2")
     assert change(train(folder, "flipped", *control)) < -0.2
@@ -39,7 +39,7 @@ def test_flipped_advantages_fall(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_shuffled_rewards_do_not_rise(folder: Path) -> None:
+def test_reward_does_not_rise_with_shuffled_rewards(folder: Path) -> None:
     """Such a policy walks at random: the changes of four runs were -0.06 to 0.05. What rises by luck does not
     rise a second time from another seed; what rises by a fault does."""
     control = ("--num-steps", "16", "--advantage", "tests.e2e.trivial:shuffled")
@@ -99,7 +99,7 @@ def test_engine_and_trainer_agree_on_every_token(learned: Path) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_radix_cache_spares_the_second_prefill(learned: Path) -> None:
+def test_second_turn_reuses_the_radix_cache(learned: Path) -> None:
     """Prompts of second turns, by tokens: what the engine had in its cache."""
     assert min(row["rollout/later_cached_fraction"] for row in steps_of(learned)) >= 0.7
 
@@ -123,7 +123,7 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(learned: Path, temporary: 
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_what_user_code_logs_has_run_and_session_and_no_key(learned: Path) -> None:
+def test_log_lines_of_user_code_name_run_and_session_and_hold_no_key(learned: Path) -> None:
     lines = (learned / "logs" / "rollout-worker-0.log").read_text().splitlines()
     begins = [line for line in lines if " begins at http" in line]
     assert len(begins) >= STEPS * 32
@@ -142,6 +142,6 @@ def test_what_user_code_logs_has_run_and_session_and_no_key(learned: Path) -> No
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_no_process_is_left(learned: Path) -> None:
+def test_run_leaves_no_process(learned: Path) -> None:
     left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if str(learned) in str(p.info["cmdline"])]
     assert not left

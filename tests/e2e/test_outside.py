@@ -48,7 +48,8 @@ class Outside:
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     folder = tmp_path_factory.mktemp("outside")
-    port, log = free_port(), folder / "outside.jsonl"
+    port = free_port()
+    log = folder / "outside.jsonl"
     place = [f"http://127.0.0.1:{port}", KEY, str(log)]
     command = [sys.executable, str(Path(__file__).parent / "outside.py"), *place]
     with pytest.MonkeyPatch.context() as environment, running_collector() as collector:
@@ -75,7 +76,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
         yield Outside(folder / "run", printed, port, lines, collector)
 
 
-def test_a_stranger_leases_tasks_and_trains_the_model(outside: Outside, tmp_path: Path) -> None:
+def test_outside_environment_leases_tasks_and_trains_the_model(outside: Outside, tmp_path: Path) -> None:
     assert f":{outside.port}/tasks/lease" in outside.printed
     finished = {one["session_id"]: one for one in outside.log if "session_id" in one}
     steps = steps_of(outside.folder)
@@ -95,7 +96,7 @@ def test_a_stranger_leases_tasks_and_trains_the_model(outside: Outside, tmp_path
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_tokens_trace_goes_from_the_strangers_call_to_the_first_weights_that_contain_it(
+def test_trace_of_a_token_goes_from_the_agents_call_to_the_first_weights_trained_on_it(
     outside: Outside, step: int
 ) -> None:
     """The last token of a conversation, through the real router and the real engine."""
@@ -142,7 +143,7 @@ def test_a_tokens_trace_goes_from_the_strangers_call_to_the_first_weights_that_c
     assert request.end_time_unix_nano > request.start_time_unix_nano
 
 
-def test_an_engine_sends_nothing_but_what_is_below_the_gateways_spans(outside: Outside) -> None:
+def test_engine_sends_only_spans_below_those_of_the_gateway(outside: Outside) -> None:
     """No span of a health check or a canary; no prompt, no reply and no key."""
     traces = {span.trace_id for span in outside.collector.spans_of("invrl-gateway")}
     assert {span.trace_id for span in outside.collector.spans_of("sglang")} <= traces
@@ -159,7 +160,7 @@ def test_each_step_of_the_driver_is_a_trace_of_its_phases(outside: Outside) -> N
     assert {"rollout", "assemble", "train", "sync", "checkpoint"} <= phases
 
 
-def test_every_line_of_our_own_processes_is_an_object_that_says_which_process_and_run(
+def test_every_json_log_line_names_its_process_and_run(
     outside: Outside,
 ) -> None:
     """Of a file that Ray has named, the first lines say it too."""

@@ -80,7 +80,9 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(folder: Path
     for step in range(1, 7):
         one, other = (load_batch(batch_path(run / "rollout_data", step)) for run in (whole, resumed))
         for mine, its in zip(one.samples, other.samples, strict=True):
-            assert (mine.group_id, mine.attempt, mine.reward) == (its.group_id, its.attempt, its.reward)
+            assert mine.group_id == its.group_id
+            assert mine.attempt == its.attempt
+            assert mine.reward == its.reward
             for name in ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T"):
                 assert getattr(mine, name).tobytes() == getattr(its, name).tobytes(), (step, name)
         for mine_T, its_T in zip(one.advantages, other.advantages, strict=True):

@@ -38,7 +38,7 @@ def values_of(text: str) -> dict[str, dict[tuple[str, ...], float]]:
     return values
 
 
-def test_every_name_and_label_that_is_asked_for_was_served(learned: Path, scrapes: Scrapes) -> None:
+def test_every_metric_and_label_of_a_query_was_served(learned: Path, scrapes: Scrapes) -> None:
     served = scrapes.served()
     missing: set[str] = set()
     asked: dict[str, set[str]] = {}
@@ -53,7 +53,7 @@ def test_every_name_and_label_that_is_asked_for_was_served(learned: Path, scrape
     assert missing - OF_PROMETHEUS == set(ABSENT)
 
 
-def test_each_job_of_the_scrape_configuration_was_answered(learned: Path, scrapes: Scrapes) -> None:
+def test_every_job_of_the_scrape_configuration_was_answered(learned: Path, scrapes: Scrapes) -> None:
     assert set(scrapes.texts) == set(scrape_paths())
     assert set(scrapes.statuses[PATH]) == {200}, "from the first answer to the end of the run"
     router = scrapes.texts[f"{PATH}/router"][-1]
@@ -62,7 +62,7 @@ def test_each_job_of_the_scrape_configuration_was_answered(learned: Path, scrape
     assert "sglang:num_running_reqs" in values_of(engine)
 
 
-def test_every_part_of_the_run_answered_while_it_trained(learned: Path, scrapes: Scrapes) -> None:
+def test_every_process_of_the_run_answered_scrapes_while_it_trained(learned: Path, scrapes: Scrapes) -> None:
     ups = [values_of(text)["invrl_source_up"] for text in scrapes.texts[PATH]]
     assert {name for up in ups for (name,) in up} == SOURCES
     training = [up for up in ups if len(up) == len(SOURCES)]
@@ -72,7 +72,7 @@ def test_every_part_of_the_run_answered_while_it_trained(learned: Path, scrapes:
     assert all(up[("buffer",)] == up[("gateway",)] == up[("engines",)] == 1 for up in training[:-1])
 
 
-def test_a_step_has_the_values_of_metrics_jsonl(learned: Path, scrapes: Scrapes) -> None:
+def test_scraped_step_has_the_values_of_metrics_jsonl(learned: Path, scrapes: Scrapes) -> None:
     rows = {row["step"]: row for row in read_metrics(learned / "metrics.jsonl") if "train/loss" in row}
     compared: set[str] = set()
     steps: set[float] = set()
@@ -111,7 +111,7 @@ def test_counters_rise_and_agree_with_the_run(learned: Path, scrapes: Scrapes) -
     assert ended[-1][("trained",)] > 0
 
 
-def test_the_recorded_names_of_router_and_engine_are_still_those(learned: Path, scrapes: Scrapes) -> None:
+def test_router_and_engine_serve_the_recorded_metric_names(learned: Path, scrapes: Scrapes) -> None:
     """`tests/scraped_names.json` is what the unit test of the queries compares with."""
     recorded: dict[str, Any] = json.loads((LAUNCH.parent / "tests" / "scraped_names.json").read_text())
     served = scrapes.served()

@@ -92,7 +92,7 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_held_out_loss_falls(whole: Path) -> None:
+def test_sft_lowers_the_held_out_loss(whole: Path) -> None:
     rows = rows_of(whole)
     losses = {step: row["eval/loss"] for step, row in rows.items() if "eval/loss" in row}
     assert list(losses) == [0, 5, 10]
@@ -104,7 +104,7 @@ def test_the_held_out_loss_falls(whole: Path) -> None:
     assert not (whole / "run.sqlite").exists()
 
 
-def test_the_timeline_has_the_phases_and_the_memory(whole: Path) -> None:
+def test_timeline_of_a_run_on_files_has_phases_and_memory(whole: Path) -> None:
     timeline = read_timeline(whole)
     assert {"starting", "train", "checkpoint", "evaluating"} <= {span.name for span in timeline.spans}
     assert {span.step for span in timeline.spans if span.name == "train"} == set(range(1, STEPS + 1))
@@ -116,7 +116,7 @@ def test_the_timeline_has_the_phases_and_the_memory(whole: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_a_killed_run_goes_on_bit_for_bit(place: Path, whole: Path) -> None:
+def test_killed_run_on_files_resumes_bit_for_bit(place: Path, whole: Path) -> None:
     run = place / "runs" / "killed"
     command = [sys.executable, "-m", "invrl.cli", "train", *flags("killed")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_bit_for_bit(place: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_an_interrupted_run_saves_its_weights(place: Path) -> None:
+def test_interrupted_run_on_files_saves_its_weights(place: Path) -> None:
     """Ctrl-C in the terminal."""
     run = place / "runs" / "interrupted"
     command = [sys.executable, "-m", "invrl.cli", "train", *flags("interrupted"), "--num-steps", "100"]
@@ -160,7 +160,7 @@ def test_an_interrupted_run_saves_its_weights(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_a_run_is_the_first_stage_of_the_next(place: Path, whole: Path) -> None:
+def test_next_run_begins_with_the_weights_of_a_run_folder(place: Path, whole: Path) -> None:
     """It begins with the weights that the run before ended with: the held-out loss says so."""
     second = [flag if flag != "model" else str(whole) for flag in flags("second")]
     invrl(place, "train", *second, "--num-steps", "1")
@@ -180,7 +180,8 @@ def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objecti
     lines: list[str] = []
     for line in (place / "sums.jsonl").read_text().splitlines()[:80]:
         question, answer = json.loads(line)["messages"]
-        right, wrong = answer["content"], "a lot"
+        right = answer["content"]
+        wrong = "a lot"
         if objective != "kto":
             rows = [{"prompt": question["content"], "chosen": right, "rejected": wrong}]
         else:
@@ -208,7 +209,7 @@ def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objecti
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_a_file_that_has_changed_is_not_resumed_from(place: Path, whole: Path) -> None:
+def test_resume_refuses_a_changed_data_file(place: Path, whole: Path) -> None:
     file = place / "sums.jsonl"
     content = file.read_text()
     file.write_text(content + content.splitlines(keepends=True)[0])

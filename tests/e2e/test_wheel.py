@@ -45,7 +45,7 @@ def installed(tmp_path: Path) -> Installed:
     return Installed(tmp_path)
 
 
-def test_a_new_project_trains_with_the_wheel(installed: Installed, tmp_path: Path) -> None:
+def test_new_project_trains_with_the_installed_wheel(installed: Installed, tmp_path: Path) -> None:
     location = installed.run(tmp_path, sys.executable, "-c", "import invrl; print(invrl.__file__)")
     assert installed.holds(location.strip()), "the wheel, not the checkout"
 

@@ -19,7 +19,8 @@ def die_after_the_first_turn() -> None:
 
     def commit_and_die(self: RunStoreWriter, db: sqlite3.Connection, batch: Sequence) -> bool:
         turns = any(sql.startswith("INSERT INTO turns") for work in batch for sql, _ in work.statements)
-        committed, done = commit(self, db, batch), Path(os.environ["DIED_ONCE"])
+        committed = commit(self, db, batch)
+        done = Path(os.environ["DIED_ONCE"])
         if turns and committed and not done.exists():
             done.touch()
             if os.environ.get("INSTEAD_OF_DYING") == "hang":

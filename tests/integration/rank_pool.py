@@ -690,7 +690,8 @@ def resident(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-_RENEW, _CLOSED = 0, 1
+_RENEW = 0
+_CLOSED = 1
 """Why a child ended."""
 
 

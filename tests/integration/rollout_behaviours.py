@@ -111,7 +111,7 @@ async def group_rollout(task: Task, endpoints: list[Endpoint]) -> list[float]:
         return len(reply.choices[0].message.content or "")
 
     lengths = await asyncio.gather(*(length(endpoint) for endpoint in endpoints))
-    return [float(sorted(lengths).index(each)) for each in lengths]
+    return [float(sorted(lengths).index(length)) for length in lengths]
 
 
 group_rollout.group = True  # type: ignore[attr-defined]

@@ -130,18 +130,18 @@ def answers(verl: Path, batches: list[Batch], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_advantages_of_groups_are_equal(name: str, answers: Answers, batches: list[Batch]) -> None:
+def test_group_advantages_equal_verls(name: str, answers: Answers, batches: list[Batch]) -> None:
     over = GROUPED[name][2]
     for batch, (advantages, _) in zip(batches, answers[name], strict=True):
         assert largest_gap(batch.ours(name, over), advantages, batch.mask_RT) < BOUND
 
 
-def test_reinforce_pp_is_equal(answers: Answers, batches: list[Batch]) -> None:
+def test_reinforce_pp_equals_verls(answers: Answers, batches: list[Batch]) -> None:
     for batch, (advantages, _) in zip(batches, answers["reinforce_pp"], strict=True):
         assert largest_gap(batch.ours("reinforce_pp", "tokens"), advantages, batch.mask_RT) < BOUND
 
 
-def test_discounted_returns_are_equal(answers: Answers, batches: list[Batch]) -> None:
+def test_discounted_returns_equal_verls(answers: Answers, batches: list[Batch]) -> None:
     for batch, (_, returns) in zip(batches, answers["returns"], strict=True):
         rows = zip(batch.dense_RT, batch.mask_RT, strict=True)
         ours = [discounted_returns(*row, discount=RETURN_DISCOUNT) for row in rows]
@@ -149,7 +149,7 @@ def test_discounted_returns_are_equal(answers: Answers, batches: list[Batch]) ->
 
 
 @pytest.mark.parametrize(("discount", "lam"), DISCOUNTS)
-def test_gae_is_equal(discount: float, lam: float, answers: Answers, batches: list[Batch]) -> None:
+def test_gae_equals_verls(discount: float, lam: float, answers: Answers, batches: list[Batch]) -> None:
     for batch, (advantages, returns) in zip(batches, answers[f"gae {discount} {lam}"], strict=True):
         rows = zip(batch.dense_RT, batch.values_RT, batch.mask_RT, strict=True)
         credits = [gae(*row, discount=discount, policy_lambda=lam) for row in rows]

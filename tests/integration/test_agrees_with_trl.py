@@ -107,7 +107,7 @@ def check(name: str, loss: float, gradient: torch.Tensor, answer: dict[str, torc
 
 
 @pytest.mark.parametrize(("objective", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
-def test_losses_of_pairs_with_a_reference_are_equal(
+def test_pair_losses_with_a_reference_equal_trls(
     trl: Path, tmp_path: Path, objective: str, loss_type: str
 ) -> None:
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
@@ -121,7 +121,7 @@ def test_losses_of_pairs_with_a_reference_are_equal(
         check(objective, loss, drawn.gradient(slope_M), answer)
 
 
-def test_simpo_is_equal_without_the_nll_term(trl: Path, tmp_path: Path) -> None:
+def test_simpo_without_the_nll_term_equals_trls(trl: Path, tmp_path: Path) -> None:
     """TRL's trainer adds the NLL with `cpo_alpha`; its function `cpo_loss` is without."""
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
     settings = {"beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1}
@@ -135,7 +135,7 @@ def test_simpo_is_equal_without_the_nll_term(trl: Path, tmp_path: Path) -> None:
         check("simpo", loss, torch.from_numpy(slope_M) * drawn.tokens_M, answer)
 
 
-def test_orpo_is_equal_but_for_the_nll(trl: Path, tmp_path: Path) -> None:
+def test_orpo_but_for_the_nll_equals_trls(trl: Path, tmp_path: Path) -> None:
     """TRL's NLL is over the prompt too. What is left without ours is TRL's odds-ratio loss, which it computes
     in float32."""
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
@@ -153,7 +153,7 @@ def test_orpo_is_equal_but_for_the_nll(trl: Path, tmp_path: Path) -> None:
         check("orpo", loss - nll, gradient_M, answer)
 
 
-def test_kto_is_equal_where_a_micro_batch_is_the_mini_batch(trl: Path, tmp_path: Path) -> None:
+def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(trl: Path, tmp_path: Path) -> None:
     """The last draw's mismatched rows have a negative mean log-ratio, so that the reference point is 0."""
     settings = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
     config = AlgorithmConfig(
@@ -257,7 +257,7 @@ CASES = {
 }
 
 
-def test_policy_losses_and_gradients_are_equal(trl: Path, tmp_path: Path) -> None:
+def test_policy_losses_and_gradients_equal_trls(trl: Path, tmp_path: Path) -> None:
     draws = [Drawn.with_seed(seed) for seed in SEEDS]
     calls: Calls = []
     for case in CASES.values():

@@ -209,7 +209,7 @@ CASES = {
 }
 
 
-def test_losses_and_gradients_are_equal(verl: Path, tmp_path: Path) -> None:
+def test_losses_and_gradients_equal_verls(verl: Path, tmp_path: Path) -> None:
     """Every case on three draws, in one process of verl."""
     draws = [Drawn.with_seed(seed) for seed in range(3)]
     calls: Calls = []

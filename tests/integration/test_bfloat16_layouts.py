@@ -56,7 +56,7 @@ def computed(trainer: Trainer) -> tuple[list[NDArray], list[Step]]:
     return logprobs, trainer.steps()
 
 
-def test_layouts_differ_from_one_process_by_rounding(pool: RankPool, model: Path) -> None:
+def test_bfloat16_layouts_differ_from_one_process_only_by_rounding(pool: RankPool, model: Path) -> None:
     exact_logprobs, [exact, _] = computed(build(pool, model, ParallelLayout(), "float32"))
     logprobs, steps = computed(build(pool, model, ParallelLayout()))
 

@@ -54,7 +54,9 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
     actor.kill()
 
 
-async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Path) -> None:
+async def test_buffer_actor_serves_three_steps_from_the_run_store(
+    handle: BufferHandle, tmp_path: Path
+) -> None:
     store = RunStoreWriter(tmp_path / "run.sqlite")
     seen: set[str] = set()
     for step in range(3):
@@ -77,7 +79,7 @@ async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Pa
     store.close()
 
 
-async def test_errors_keep_their_type_across_the_process(handle: BufferHandle) -> None:
+async def test_errors_of_the_buffer_actor_keep_their_type(handle: BufferHandle) -> None:
     impatient = BufferHandle(actor=handle.actor, batch_timeout_s=0.2)
     await impatient.lease()
     with pytest.raises(DeadlineError, match=r"a batch of 2 groups; 0 ready, 1 in flight"):
@@ -86,13 +88,13 @@ async def test_errors_keep_their_type_across_the_process(handle: BufferHandle) -
         await impatient.trained(7)
 
 
-async def test_an_actor_that_does_not_answer_is_a_deadline(handle: BufferHandle) -> None:
+async def test_silent_buffer_actor_is_a_deadline_error(handle: BufferHandle) -> None:
     silent = BufferHandle(actor=handle.actor, batch_timeout_s=30.0, call_timeout_s=-29.5)
     with pytest.raises(DeadlineError, match=r"the buffer to answer take\(\)"):
         await silent.take()
 
 
-async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
+async def test_dead_buffer_actor_is_a_server_error(handle: BufferHandle) -> None:
     process = psutil.Process((await handle.actor.beat()).pid)
     handle.actor.kill()
     await asyncio.to_thread(process.wait, timeout=60)  # on a busy machine it may answer for a while
@@ -100,7 +102,7 @@ async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
         await handle.lease()
 
 
-async def test_the_handle_travels(handle: BufferHandle) -> None:
+async def test_buffer_handle_works_in_another_ray_process(handle: BufferHandle) -> None:
     @ray.remote
     def lease(handle: BufferHandle) -> str:
         lease = asyncio.run(handle.lease())

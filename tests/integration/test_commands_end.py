@@ -136,7 +136,9 @@ def wait_for_file(path: Path, command: Command) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", first_quick([signal.SIGKILL, signal.SIGINT]))
 @pytest.mark.parametrize("moment", first_quick(["while it serves", "while it starts"]))
-def test_nothing_of_serve_is_left(start: Start, tiny_model: Path, moment: str, kind: signal.Signals) -> None:
+def test_killed_or_interrupted_serve_leaves_no_process(
+    start: Start, tiny_model: Path, moment: str, kind: signal.Signals
+) -> None:
     command = start("serve", "--model-path", str(tiny_model), "--engine-dtype", "float32")
     command.read_until("starting 1 engine")
     if moment == "while it serves":
@@ -149,7 +151,7 @@ def test_nothing_of_serve_is_left(start: Start, tiny_model: Path, moment: str, k
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("victim", ["supervisor", "driver", "raylet"])
-def test_nothing_of_eval_is_left_and_the_cause_is_told(
+def test_eval_whose_driver_or_raylet_is_killed_leaves_no_process_and_names_the_cause(
     evaluation: Callable[[], Command], tmp_path: Path, victim: str
 ) -> None:
     command = evaluation()
@@ -175,7 +177,7 @@ def test_nothing_of_eval_is_left_and_the_cause_is_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_an_interrupt_ends_an_evaluation_whose_ray_does_not_start(
+def test_interrupt_ends_an_evaluation_whose_ray_does_not_start(
     evaluation: Callable[[], Command],
 ) -> None:
     """Its GCS is stopped as soon as it exists; Ray itself would wait for minutes, and hears no signal."""

@@ -47,7 +47,7 @@ async def sampled(
     return result.ids_T.tolist(), result.logprobs_T
 
 
-async def test_with_tools_and_a_format_a_real_engine_calls_or_answers(
+async def test_real_engine_with_tools_and_a_format_calls_or_replies(
     router_client: SglangClient, tiny_model: Path
 ):
     """A random model takes both ways; neither leaves its form.
@@ -186,7 +186,7 @@ async def test_the_trainer_agrees_with_the_engine_under_a_grammar(
         assert np.abs(array_T - sample.rollout_logprobs_T).max() < 1e-4
 
 
-def test_the_gradient_under_a_grammar_is_the_masked_softmaxs(tiny_model: Path, pool: RankPool):
+def test_gradient_under_a_grammar_is_that_of_the_masked_softmax(tiny_model: Path, pool: RankPool):
     """Log-probs of random forced replies and the gradient of a policy loss on them, against float64 autograd
     over transformers' model and the tokens that XGrammar keeps."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

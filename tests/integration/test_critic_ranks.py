@@ -131,7 +131,7 @@ def assert_same(found: Arrays, expected: Arrays, *, exactly: bool) -> None:
     ),
     ids=["1 and 1", "1 and 2", "2 and 1", "stages"],
 )
-async def test_it_learns_what_a_shared_critic_learns(
+async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
     pool: RankPool, model: Path, tmp_path: Path, policy: ParallelLayout, critic: ParallelLayout
 ) -> None:
     """With the policy's layout the same bit for bit; with another one gradients add up in another order. The
@@ -167,7 +167,9 @@ async def test_it_learns_what_a_shared_critic_learns(
 
 
 @pytest.mark.slow
-async def test_a_checkpoint_is_loaded_by_other_ranks(pool: RankPool, model: Path, tmp_path: Path) -> None:
+async def test_checkpoint_is_loaded_by_another_number_of_critic_ranks(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     """Written beside training by one rank of the critic, loaded by two; and that of a shared critic."""
     one = ParallelLayout()
     saving = Checkpoints(tmp_path / "checkpoints")
@@ -193,7 +195,9 @@ async def test_a_checkpoint_is_loaded_by_other_ranks(pool: RankPool, model: Path
 
 
 @pytest.mark.slow
-async def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
+async def test_critic_ranks_refuse_a_checkpoint_without_a_critic(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     pool.build(model, train=EXACT).each("save", str(tmp_path / "saved"))
     async with beside_critic(model, policy=ParallelLayout(), critic=ParallelLayout()) as handle:
         processes = processes_of(handle)
@@ -203,7 +207,7 @@ async def test_a_checkpoint_without_a_critic_is_refused(pool: RankPool, model: P
 
 
 @pytest.mark.slow
-async def test_the_death_of_its_rank_ends_all_and_its_silence_is_named(model: Path) -> None:
+async def test_death_of_a_critic_rank_ends_all_ranks_and_a_silent_rank_is_named(model: Path) -> None:
     one = ParallelLayout()
     long = random_batch(1, groups=12, rollouts=40, prompt=300)
     async with beside_critic(model, policy=one, critic=one) as handle:

@@ -106,7 +106,7 @@ def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 @pytest.mark.parametrize("beside_training", first_quick([False, True]))
-async def test_a_run_goes_on_bit_for_bit_from_every_cut_point(
+async def test_run_resumes_bit_for_bit_from_a_crash_at_any_call_of_a_save(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_training: bool
 ) -> None:
     model = make_tiny_model(tmp_path / "model")

@@ -77,5 +77,5 @@ async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
         assert verdict.continued == 1, "the second turn continues the first one's exact tokens"
 
 
-def test_the_page_has_both_agents() -> None:
+def test_documentation_page_shows_both_agents() -> None:
     assert len(agents_of(YOUR_AGENT)) == 2

@@ -46,26 +46,30 @@ def request(ids: list[int], *, new: int = 8, rid: str = "", **fields) -> Generat
     )
 
 
-async def test_stream_and_whole_have_the_same_shape(engine: Engine) -> None:
+async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) -> None:
     whole = await engine.client.generate(request([1, 30, 40], new=9, ignore_eos=True))
-    assert (len(whole.ids_T), len(whole.logprobs_T), whole.finish_reason) == (9, 9, "length")
+    assert len(whole.ids_T) == 9
+    assert len(whole.logprobs_T) == 9
+    assert whole.finish_reason == "length"
     assert [(span.start, span.end) for span in whole.spans] == [(0, 9)]
     stream = engine.client.stream(request([1, 30, 40], new=200, ignore_eos=True))
     chunks, result = await collect(stream)
     assert len(chunks) > 1
-    assert (len(result.ids_T), len(result.logprobs_T), result.finish_reason) == (200, 200, "length")
+    assert len(result.ids_T) == 200
+    assert len(result.logprobs_T) == 200
+    assert result.finish_reason == "length"
     assert [(span.start, span.end) for span in result.spans] == [(0, 200)]
     assert result.prompt_tokens == 3
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_written_to(engine: Engine) -> None:
+async def test_connection_closed_by_the_server_is_not_reused(engine: Engine) -> None:
     """Idle for longer than the server keeps it, while our event loop stood still and saw nothing of it."""
     await engine.client.generate(request([1, 30, 40], new=1))
     time.sleep(7)
     assert len((await engine.client.generate(request([1, 30, 40], new=1))).ids_T) == 1
 
 
-async def test_a_stop_token_ends_and_is_reported(engine: Engine) -> None:
+async def test_stop_token_ends_the_reply_and_is_reported(engine: Engine) -> None:
     found = None
     for _ in range(40):
         result = await engine.client.generate(
@@ -78,21 +82,21 @@ async def test_a_stop_token_ends_and_is_reported(engine: Engine) -> None:
     assert found.matched_stop == found.ids_T[-1]  # the stop token is among the sampled ones
 
 
-async def test_a_longer_prompt_continues_from_the_cache(engine: Engine) -> None:
+async def test_longer_prompt_reuses_the_cached_prefix(engine: Engine) -> None:
     first = await engine.client.generate(request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True))
     whole = [9, 9, 8, 8, *range(60, 90), *first.ids_T.tolist(), 7]
     second = await engine.client.generate(request(whole, new=2))
     assert second.cached_tokens >= len(whole) - 3
 
 
-async def test_prompt_logprobs_are_the_models(engine: Engine, tiny_model: Path) -> None:
+async def test_prompt_logprobs_equal_the_hugging_face_models(engine: Engine, tiny_model: Path) -> None:
     """Only while the engine holds the folder's weights; otherwise the weight tests prove the same."""
     if await engine.client.weight_version() != "0":
         pytest.skip("the shared engine has been updated; test_weight_sync compares its canaries")
     prompts = [[1, 40, 41, 300], [7, 8, 9, 10, 11, 400]]
     expected = await TorchSender(tiny_model).logprobs(prompts)
-    for got, want in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
-        assert np.abs(got - want).max() < 1e-4
+    for measured_T, expected_T in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
+        assert np.abs(measured_T - expected_T).max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ async def test_prompt_logprobs_are_the_models(engine: Engine, tiny_model: Path) 
         ([1], 0, "invalid_value"),
     ],
 )
-async def test_what_would_kill_or_be_cut_short_is_never_sent(
+async def test_request_that_an_engine_would_die_of_or_cut_short_is_refused(
     engine: Engine, ids: list[int], new: int, code: str
 ) -> None:
     with pytest.raises(SessionError) as raised:
@@ -123,7 +127,7 @@ async def tokens_go_by(engine: Engine) -> None:
         await engine.client.generate(request([1, 7], new=4, ignore_eos=True))
 
 
-async def test_abort_returns_what_was_sampled(engine: Engine) -> None:
+async def test_abort_returns_the_tokens_sampled_so_far(engine: Engine) -> None:
     flight = asyncio.create_task(
         engine.client.generate(request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True))
     )
@@ -135,7 +139,7 @@ async def test_abort_returns_what_was_sampled(engine: Engine) -> None:
     assert len(result.logprobs_T) == len(result.ids_T)
 
 
-async def test_a_closed_stream_ends_the_generation(engine: Engine) -> None:
+async def test_closing_a_stream_ends_the_generation(engine: Engine) -> None:
     stream = engine.client.stream(request([1, 2, 3], new=1900, ignore_eos=True))
     async for _ in stream:
         break
@@ -157,7 +161,7 @@ async def test_a_closed_stream_ends_the_generation(engine: Engine) -> None:
         for key in ("", "wrong", "sampling")
     ],
 )
-async def test_without_the_right_key_nothing_is_answered(engine: Engine, path: str, key: str) -> None:
+async def test_engine_answers_nothing_without_the_right_key(engine: Engine, path: str, key: str) -> None:
     headers = {"Authorization": f"Bearer {engine.server.api_key if key == 'sampling' else key}"}
     async with (
         aiohttp.ClientSession() as http,
@@ -166,7 +170,7 @@ async def test_without_the_right_key_nothing_is_answered(engine: Engine, path: s
         assert response.status in (401, 403)
 
 
-async def test_a_pause_holds_requests_and_health_says_no_hang(tiny_fleet: Fleet, engine: Engine) -> None:
+async def test_paused_engine_holds_requests_and_counts_as_healthy(tiny_fleet: Fleet, engine: Engine) -> None:
     await engine.receiver.pause()
     try:
         assert engine.receiver.is_paused
@@ -207,9 +211,7 @@ class NeverLoading:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
-    engine: Engine, tmp_path: Path
-) -> None:
+async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(engine: Engine, tmp_path: Path) -> None:
     """A call of the weight loader that does not end: it writes its reply into a pipe that nobody reads."""
     pipe = tmp_path / "reply"
     os.mkfifo(pipe)
@@ -249,7 +251,7 @@ async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
     assert await engine.client.answers(deadline_s=300)
 
 
-def test_an_engine_that_cannot_start_says_why(engine_parent: ForkParent, tmp_path: Path) -> None:
+def test_engine_that_cannot_start_reports_the_reason(engine_parent: ForkParent, tmp_path: Path) -> None:
     """Also in its log, in the lines of our own processes."""
     folder = make_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"no weights")
@@ -270,7 +272,7 @@ def test_an_engine_that_cannot_start_says_why(engine_parent: ForkParent, tmp_pat
 
 
 @pytest.mark.parametrize("name", first_quick(["sglang::scheduler", "sglang::detokenizer"]))
-def test_a_process_that_dies_while_the_engine_starts_ends_the_start(
+def test_death_of_a_process_ends_the_engines_start(
     name: str, tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     """At once: SGLang's HTTP process, which lives on, took more than a minute to miss its detokenizer."""

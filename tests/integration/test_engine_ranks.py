@@ -23,7 +23,7 @@ from invrl.weights.arena import ArenaHandle
 pytestmark = pytest.mark.slow
 
 
-async def test_two_ranks_take_their_slices_and_a_wrong_bit_of_one_rolls_both_back(
+async def test_two_engine_ranks_load_their_slices_and_one_wrong_bit_rolls_both_back(
     engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     """515 tokens, so that the vocabulary is padded."""

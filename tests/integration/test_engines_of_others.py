@@ -119,7 +119,7 @@ def request() -> GenerateRequest:
     )
 
 
-async def test_an_external_engine_gets_versions_dies_and_returns_with_the_newest(
+async def test_external_engine_that_died_returns_with_the_newest_version(
     start: Callable[[], EngineCommand],
     engine_parent: ForkParent,
     tiny_model: Path,

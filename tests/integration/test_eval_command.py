@@ -19,7 +19,7 @@ DEADLINE_S = 600
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_two_sets_are_measured_and_nothing_is_left(tiny_model: Path, tmp_path: Path) -> None:
+def test_eval_command_measures_two_sets_and_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held out.jsonl"
     held_out.write_text('{"id": "a", "prompt": "say fox"}\n{"id": "b"}\n')  # b: the function raises KeyError
     run = tmp_path / "measured"
@@ -58,7 +58,7 @@ def test_two_sets_are_measured_and_nothing_is_left(tiny_model: Path, tmp_path: P
     assert not left
 
 
-def test_the_table_has_a_line_per_measure() -> None:
+def test_eval_table_has_a_line_per_measure() -> None:
     score = EvalScore(
         mode="sampled", task_ids=("a", "b"), rewards=((1.0, 0.0), (0.5, 1.0)), failures={"timeout": 1}
     )

@@ -90,7 +90,9 @@ def expected_load(folder: Path, batch: TrainBatch) -> tuple[NDArray[np.float64],
     return tokens_LE, entropy_L
 
 
-def test_the_biases_move_by_the_load_of_the_experts(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_router_biases_move_against_the_load_of_their_experts(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     """Up where an expert had fewer tokens than the mean, down where it had more (algorithm 1 of the paper).
     The numbers are those of rows that share no prefix and no micro-batch."""
     trainer = pool.build(model, train=BALANCED)
@@ -117,7 +119,7 @@ def test_the_biases_move_by_the_load_of_the_experts(pool: RankPool, model: Path,
         np.testing.assert_allclose(biases(folder), before + RATE * direction_LE, rtol=0, atol=1e-7)
 
 
-def test_experts_are_balanced_in_time(pool: RankPool, model: Path) -> None:
+def test_bias_updates_balance_the_experts_after_some_steps(pool: RankPool, model: Path) -> None:
     """With weights that hardly move the same batch is spread more evenly after each step."""
     trainer = pool.build(
         model,
@@ -143,7 +145,7 @@ def test_experts_are_balanced_in_time(pool: RankPool, model: Path) -> None:
     ),
     ids=["ep2", "dp2", "tp2", "cp2", "pp2", "pp2vpp2"],
 )
-def test_every_layout_balances_like_one_process(
+def test_every_layout_balances_experts_as_one_process_does(
     pool: RankPool, model: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     """Over several mini-batches, with rows that ranks divide between them."""
@@ -164,7 +166,7 @@ def test_every_layout_balances_like_one_process(
 
 
 @pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
-def test_a_resumed_bias_goes_on(pool: RankPool, model: Path, tmp_path: Path, dtype: Any) -> None:
+def test_resume_restores_the_router_bias(pool: RankPool, model: Path, tmp_path: Path, dtype: Any) -> None:
     """It is float32 in a model of any dtype. A step that is skipped leaves it alone."""
     train = BALANCED.model_copy(update={"train_dtype": dtype})
     trainer = pool.build(model, train=train)
@@ -180,7 +182,7 @@ def test_a_resumed_bias_goes_on(pool: RankPool, model: Path, tmp_path: Path, dty
     assert (biases(exported(resumed, tmp_path / "loaded")) == first).all()
 
 
-def test_without_a_rate_the_biases_stay(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_biases_stay_without_an_update_rate(pool: RankPool, model: Path, tmp_path: Path) -> None:
     trainer = pool.build(model, train=BALANCED.model_copy(update={"moe_router_bias_update_rate": 0.0}))
     assert "router_entropy" in resolve(trainer.train(BATCHES[0]))
     assert (biases(exported(trainer, tmp_path / "after")) == biases(model)).all()

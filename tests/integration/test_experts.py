@@ -79,7 +79,7 @@ def computed(trainer: Trainer) -> tuple[list[NDArray], list[Step]]:
         pytest.param("not_aligned", ONE, id="not aligned"),
     ],
 )
-def test_together_is_as_one_by_one(
+def test_experts_computed_together_equal_experts_computed_one_by_one(
     pool: RankPool, request: pytest.FixtureRequest, routing: str, layout: ParallelLayout, dtype: str
 ) -> None:
     """Bit for bit: on a CPU the products are the same, and so is all that is between them."""
@@ -100,7 +100,7 @@ def test_together_is_as_one_by_one(
 
 @pytest.mark.parametrize("layout", first_quick([EP2, ONE]), ids=["ep2", "one"])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_the_distributed_optimizer_s_weights_are_not_copied(
+def test_expert_weights_of_the_distributed_optimizer_are_not_copied(
     pool: RankPool, model: Path, layout: ParallelLayout, sharded: bool
 ) -> None:
     """In its memory the weights of experts lie in order. Without it they are where torch has put them."""

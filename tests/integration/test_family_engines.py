@@ -62,7 +62,7 @@ MOE_LAYOUTS = [
     ),
     ids=["qwen3_moe", "gemma3_text", "glm4_moe", "mistral", "qwen2"],
 )
-async def test_an_engine_computes_what_the_trainer_computes(
+async def test_engine_of_each_family_computes_the_trainers_logprobs(
     pool: RankPool,
     engine_parent: ForkParent,
     tmp_path: Path,

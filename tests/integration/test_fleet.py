@@ -102,7 +102,7 @@ async def versions_seen(fleet: Fleet, *, num_tokens: int = 5) -> set[int]:
 
 
 @pytest.mark.timeout(1200)
-async def test_update_eviction_and_return(pair: Parts) -> None:
+async def test_refused_and_dead_engines_leave_and_return_with_the_newest_version(pair: Parts) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updates, sender = pair
     sender.train(1)
@@ -186,7 +186,7 @@ async def test_a_rolling_update_pauses_one_engine_at_a_time(
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("process", first_quick(["scheduler", "detokenizer", "server"]))
-async def test_a_stopped_process_is_found_named_and_replaced(pair: Parts, process: str) -> None:
+async def test_stopped_engine_process_is_named_and_replaced(pair: Parts, process: str) -> None:
     """SIGSTOP: it is alive, and answers nothing. Its engine leaves after the stated time."""
     fleet, _, _ = pair
     hung = fleet.engines["engine-1"]
@@ -208,7 +208,7 @@ async def test_a_stopped_process_is_found_named_and_replaced(pair: Parts, proces
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
+async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     pair: Parts,
 ) -> None:
     fleet, _, _ = pair
@@ -226,7 +226,7 @@ async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_a_stopped_router_is_replaced_at_its_address(
+async def test_stopped_router_is_replaced_at_its_address(
     pair: Parts,
 ) -> None:
     fleet, _, _ = pair
@@ -243,7 +243,9 @@ async def test_a_stopped_router_is_replaced_at_its_address(
 
 
 @pytest.mark.timeout(1200)
-async def test_a_weight_that_was_changed_behind_our_back_is_named_while_requests_run(pair: Parts) -> None:
+async def test_verification_names_a_weight_changed_outside_of_an_update_while_requests_run(
+    pair: Parts,
+) -> None:
     fleet, updates, sender = pair
     sender.train(20)
     await updates.update(WeightVersion(20))

@@ -25,7 +25,8 @@ from invrl.types import RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"
 SYSTEM = {"role": "system", "content": "You have a tool: write calc(a*b) to get a result. Then answer."}
-ASK, MORE = {"role": "user", "content": "What is 12*13?"}, {"role": "user", "content": "Result: 156 🙂"}
+ASK = {"role": "user", "content": "What is 12*13?"}
+MORE = {"role": "user", "content": "Result: 156 🙂"}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def exact(path: list[Turn]) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
+async def test_second_turn_continues_the_exact_ids_of_the_first_turn(
     http: httpx.AsyncClient, store: RunStore, tiny_model: Path, router_client: SglangClient, stream: bool
 ):
     session = await open_session(http)
@@ -145,7 +146,7 @@ async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_tokens_of_a_greedy_reply_begin_with_the_sampled_ones(
+async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
     http: httpx.AsyncClient, store: RunStore, router_client: SglangClient, stream: bool
 ):
     session = await open_session(http, purpose="serve")
@@ -153,25 +154,27 @@ async def test_the_likeliest_tokens_of_a_greedy_reply_begin_with_the_sampled_one
     asked = {"messages": [ASK], "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}
     answer = await client.chat.completions.create(model="tiny", **asked, stream=stream)
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    shown = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    shown = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     [turn] = store.turns(session.id)
     assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist())
     for each in shown:
         top = each.top_logprobs
-        assert (top[0].token, top[0].logprob, top[0].bytes) == (each.token, each.logprob, each.bytes)
+        assert top[0].token == each.token
+        assert top[0].logprob == each.logprob
+        assert top[0].bytes == each.bytes
         assert [one.logprob for one in top] == sorted((one.logprob for one in top), reverse=True)
         assert len(top) == 20
         assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1  # 20 of 512 alike would have 0.04
 
 
-async def test_what_the_router_would_drop_is_refused(http: httpx.AsyncClient):
+async def test_parameter_that_the_router_would_drop_is_refused(http: httpx.AsyncClient):
     session = await open_session(http, purpose="serve")
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         await client.chat.completions.create(model="tiny", messages=[ASK], logit_bias={"2": 100})
 
 
-async def test_stop_strings_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
+async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
     session = await open_session(http, purpose="serve")
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
     create = client.chat.completions.create
@@ -189,11 +192,12 @@ async def test_stop_strings_of_a_real_engine(http: httpx.AsyncClient, store: Run
             shown = "".join(event.choices[0].delta.content or "" for event in events)
             reason = events[-1].choices[0].finish_reason
         else:
-            shown, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+            shown = answer.choices[0].message.content or ""
+            reason = answer.choices[0].finish_reason
         assert (shown, reason) == (text[: text.index(stop)], "stop")
 
 
-async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient, store: RunStore):
+async def test_gateway_streams_tokens_as_they_are_sampled(http: httpx.AsyncClient, store: RunStore):
     """The third event is there before the last token is: a turn is stored before its stream ends."""
     for _ in range(8):  # a random model may end its turn at once
         session = await open_session(http, purpose="serve", sampling={"max_new_tokens": 400})
@@ -209,7 +213,9 @@ async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient
     raise AssertionError("no stream of eight began before its turn had ended")
 
 
-def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
+def test_synchronous_openai_client_works_and_a_wrong_key_is_refused(
+    gateway: GatewayServer, settings: GatewaySettings
+):
     def post(path: str, body: dict) -> httpx.Response:
         headers = {"authorization": f"Bearer {ENV_KEY}"}
         return httpx.post(gateway.url + path, json=body, headers=headers, timeout=120)
@@ -239,7 +245,9 @@ def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
         stranger.models.list()
 
 
-async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):
+async def test_full_gateway_answers_429_and_a_dead_fleet_503(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
+):
     settings = settings_for(
         tiny_fleet, tiny_model, tmp_path, router_url="http://127.0.0.1:9", max_open_sessions=1
     )
@@ -263,7 +271,7 @@ async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model:
     assert not server.process.alive()
 
 
-async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
+async def test_waiting_lease_gets_no_task_when_the_gateway_ends(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
 ):
     settings = settings_for(tiny_fleet, tiny_model, tmp_path, leases=True)
@@ -288,10 +296,11 @@ async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
             answer = await lease
     finally:
         await (ended or asyncio.to_thread(server.stop))
-    assert (answer.status_code, answer.json()) == (200, {"lease": None, "ended": False})
+    assert answer.status_code == 200
+    assert answer.json() == {"lease": None, "ended": False}
 
 
-async def test_many_sessions_at_once_never_mix(http: httpx.AsyncClient, store: RunStore):
+async def test_concurrent_sessions_never_mix(http: httpx.AsyncClient, store: RunStore):
     sessions = [await open_session(http, group_id=f"g{n}") for n in range(12)]
 
     async def agent(number: int, session: Session) -> None:

@@ -12,8 +12,7 @@ import httpx
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
-from slow_cases import first_quick
-from test_gateway_durability import (
+from gateway_processes import (
     GROUP,
     TURNS,
     Agent,
@@ -24,6 +23,7 @@ from test_gateway_durability import (
     until,
     workers,
 )
+from slow_cases import first_quick
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
@@ -48,7 +48,7 @@ async def talk(
 
 
 @pytest.mark.parametrize("number", first_quick([0, 1]))
-async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
+async def test_stopped_gateway_worker_is_replaced_and_its_sessions_continue(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ):
     async with FakeEngine(random_reply(tokens=6)) as engine:
@@ -58,7 +58,7 @@ async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
             await until(lambda: len(workers(server)) == 2)
             before = sorted(workers(server), key=lambda process: process.pid)  # in the order of their forks
             sessions = await open_sessions(server, 2 * GROUP)
-            owned = [one for one in sessions if one.id.startswith(f"ses-0{number}")]
+            owned = [session for session in sessions if session.id.startswith(f"ses-0{number}")]
             victim = before[number]
             supervisor = server.process.pid
             os.kill(victim.pid, signal.SIGSTOP)
@@ -77,7 +77,7 @@ async def test_a_stopped_worker_is_named_and_replaced_and_its_sessions_go_on(
             await talk(server, tmp_path, engine, tiny_model, sessions=GROUP)
 
 
-async def test_a_stopped_supervisor_is_named_and_replaced(
+async def test_stopped_gateway_supervisor_is_named_and_replaced(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING)
@@ -100,7 +100,7 @@ async def test_a_stopped_supervisor_is_named_and_replaced(
                 await Agent(0, session, http).run()
 
 
-async def test_a_worker_whose_event_loop_hangs_is_replaced(
+async def test_gateway_worker_with_a_hung_event_loop_is_replaced(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It lives, and no signal tells: only its beats stop."""

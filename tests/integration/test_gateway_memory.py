@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from fakes import FakeEngine, random_reply
+from gateway_processes import serving, settings_for, until, workers
 from slow_cases import first_quick
-from test_gateway_durability import serving, settings_for, until, workers
 
 CONNECTIONS = 40
 BODY = 16_000_000
@@ -46,7 +46,9 @@ async def push_body(port: int, path: str, key: str) -> None:
         ]
     ),
 )
-async def test_forty_bodies_without_a_key_cost_next_to_nothing(tiny_model: Path, tmp_path: Path, path: str):
+async def test_forty_large_bodies_without_a_key_cost_the_gateway_no_memory(
+    tiny_model: Path, tmp_path: Path, path: str
+):
     async with FakeEngine(random_reply()) as engine:
         settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
         async with serving(settings, tmp_path) as server:

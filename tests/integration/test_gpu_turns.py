@@ -114,7 +114,7 @@ async def comes_back(fleet: Fleet, name: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-async def test_requests_sleep_with_their_engines_and_a_killed_engine_comes_back(parts: Parts) -> None:
+async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back(parts: Parts) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updater, turns, trainer = parts
     await turns.give_to_trainer()

@@ -32,12 +32,12 @@ def mean_loss(model: Reference, batch: TrainBatch) -> float:
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_an_evaluation_measures_and_changes_nothing(
-    pool: RankPool, model: Path, layout: ParallelLayout
-) -> None:
+def test_held_out_evaluation_changes_no_weight(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
     """Between two steps it gives the loss of the weights after the first one, and the second step is the one
     that would have been made without it."""
-    first, second, held_out = random_batch(0), random_batch(1), random_batch(2)
+    first = random_batch(0)
+    second = random_batch(1)
+    held_out = random_batch(2)
     weights = []
     for evaluates in (False, True):
         trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)
@@ -59,7 +59,9 @@ def test_an_evaluation_measures_and_changes_nothing(
 @pytest.mark.parametrize(
     "layout", first_quick([LAYOUTS["one process"], LAYOUTS["DP"]]), ids=["one process", "DP"]
 )
-def test_the_gradient_of_the_supervised_loss(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
+def test_supervised_loss_has_the_gradient_of_hugging_face(
+    pool: RankPool, model: Path, layout: ParallelLayout
+) -> None:
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=SFT)
     batch = random_batch(3)
     metrics = resolve(trainer.train(batch))
@@ -74,7 +76,7 @@ def test_the_gradient_of_the_supervised_loss(pool: RankPool, model: Path, layout
     assert gap < BOUND, name
 
 
-def test_an_objective_that_compares_rows_is_evaluated(pool: RankPool, model: Path) -> None:
+def test_held_out_evaluation_works_for_an_objective_that_compares_rows(pool: RankPool, model: Path) -> None:
     """It reads the reference, numbers of its rows, and the table of all rows. The value of its loss at the
     initial weights, where the policy is the reference."""
     algorithm = AlgorithmConfig(objective="user_objectives:everything")

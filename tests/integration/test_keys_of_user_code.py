@@ -73,7 +73,7 @@ print(json.dumps({"found": found, "keys": [env_key, token], "totals": totals}))
 """
 
 
-def test_neither_user_code_nor_its_tools_have_the_run_s_keys(tmp_path: Path) -> None:
+def test_user_code_and_its_tools_do_not_see_the_runs_keys(tmp_path: Path) -> None:
     environment = {**os.environ, "INVRL_ENV_KEY": "env-of-the-user-0123456789"}
     environment.pop("RAY_ADDRESS", None)
     run = subprocess.run(

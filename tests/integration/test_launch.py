@@ -80,7 +80,7 @@ def bare(project: Path) -> str:
     return str(tools)
 
 
-def test_second_install_does_nothing_and_needs_no_python(project: Path) -> None:
+def test_second_install_changes_nothing_and_needs_no_python(project: Path) -> None:
     first = install(project)
     assert first.returncode == 0, first.stderr
     pinned, no_deps = installs(project)
@@ -90,7 +90,7 @@ def test_second_install_does_nothing_and_needs_no_python(project: Path) -> None:
     assert (second.returncode, second.stdout, second.stderr, len(installs(project))) == (0, "", "", 2)
 
 
-def test_changed_requirements_install_again_in_place(project: Path) -> None:
+def test_changed_requirements_are_installed_into_the_same_environment(project: Path) -> None:
     install(project)
     (project / ".venv" / "kept").touch()
     with (project / "invrl" / "requirements" / "constraints.txt").open("a") as file:
@@ -100,7 +100,7 @@ def test_changed_requirements_install_again_in_place(project: Path) -> None:
     assert (project / ".venv" / "kept").exists()
 
 
-def test_a_broken_install_is_made_afresh(project: Path) -> None:
+def test_broken_install_is_replaced(project: Path) -> None:
     assert install(project, FAIL="1").returncode != 0
     (project / ".venv" / "torn").touch()
     again = install(project)
@@ -109,7 +109,7 @@ def test_a_broken_install_is_made_afresh(project: Path) -> None:
     assert install(project).stdout == ""
 
 
-def test_a_gpu_machine_takes_its_own_pins(project: Path) -> None:
+def test_gpu_machine_installs_the_gpu_pins(project: Path) -> None:
     assert install(project, INVRL_DEVICE="gpu").returncode == 0
     pinned, no_deps = installs(project)
     assert "constraints-gpu.txt -e .[gpu,dev]" in pinned
@@ -122,7 +122,7 @@ def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
     assert "no Python 3.11 or 3.12" in done.stderr
 
 
-def test_this_environment_is_what_the_constraints_say() -> None:
+def test_installed_packages_match_the_constraints() -> None:
     from importlib.metadata import distributions
 
     # Only what is installed: a test that imports setuptools leaves its vendored packages on sys.path.
@@ -137,7 +137,7 @@ def test_this_environment_is_what_the_constraints_say() -> None:
     assert wrong == {}
 
 
-def test_uv_is_told_where_pip_looks(tmp_path: Path) -> None:
+def test_uv_uses_the_package_index_of_pip(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "uv_settings.py")]
     done = run(script, cwd=tmp_path, PIP_FIND_LINKS="/a /wheels", PIP_CONFIG_FILE=os.devnull, UV_INDEX="")
     exported = run(["bash", "-c", f'{done.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path)
@@ -148,7 +148,7 @@ def test_uv_is_told_where_pip_looks(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ run_contained.py
 
 
-def test_run_contained_passes_the_exit_code_on(tmp_path: Path) -> None:
+def test_run_contained_forwards_the_exit_code(tmp_path: Path) -> None:
     assert run([*CONTAINED, "sh", "-c", "exit 7"], cwd=tmp_path).returncode == 7
     assert run([*CONTAINED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
 
@@ -201,7 +201,7 @@ def test_run_contained_collects_orphans_that_end_before_the_command_does(tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_run_contained_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
+def test_run_contained_forwards_each_signal_once(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
 import os, signal, time
 got = []
@@ -220,7 +220,7 @@ time.sleep(0.3)
 
 
 @pytest.mark.parametrize("victim", first_quick(["the calling shell", "run_contained itself"]))
-def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
+def test_kill_9_of_run_contained_ends_its_command(victim: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     inner = f"{ORPHAN.format(pids=pids)}\necho $$ >> {pids}; sleep 1002 & echo $! >> {pids}; wait"
     shell = ["bash", "-c", f'"{CONTAINED[0]}" "{CONTAINED[1]}" bash -c "$INNER"; true']

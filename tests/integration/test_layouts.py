@@ -241,7 +241,7 @@ def cases_of_families_and_layouts() -> list[pytest.ParameterSet]:
 
 
 @pytest.mark.parametrize(("family", "layout"), cases_of_families_and_layouts())
-def test_a_layout_takes_the_steps_of_one_process(
+def test_each_layout_takes_the_same_steps_as_one_process(
     pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: str, layout: ParallelLayout
 ) -> None:
     """And engines are sent what was loaded, then what is exported, byte for byte."""
@@ -278,7 +278,7 @@ def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
     ),
     ids=lambda value: title(value) if isinstance(value, ParallelLayout) else str(value),
 )
-def test_gradients_may_be_reduced_beside_the_backward_pass(
+def test_overlapped_gradient_reduction_gives_the_same_steps(
     pool: RankPool, models: Models, alone: Alone, family: str, layout: ParallelLayout, sharded: bool
 ) -> None:
     """In several buckets (on later stages in one, as Megatron has it), from the second step on. In each step
@@ -294,7 +294,7 @@ def test_gradients_may_be_reduced_beside_the_backward_pass(
     check_equal(train_all(trainer), alone(family, layers_for(layout)))
 
 
-def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models) -> None:
+def test_grammar_mask_may_allow_tokens_of_any_vocabulary_shard(pool: RankPool, models: Models) -> None:
     """Of all ranks, of the first or of the last alone; where its bits begin within a byte, too."""
     rng = np.random.default_rng(0)
     vocab = 520
@@ -330,7 +330,7 @@ def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models)
     ),
     ids=case_title,
 )
-def test_equal_gradients_give_equal_updates(
+def test_equal_gradients_give_equal_updates_in_every_layout(
     pool: RankPool, models: Models, tmp_path: Path, family: str, layout: ParallelLayout, sharded: bool
 ) -> None:
     """Moments, clipping by the norm over all ranks, and weights, whatever computed the gradients."""
@@ -364,7 +364,7 @@ def apply_all(trainer: Trainer, gradients: list[Path]) -> tuple[list[float], lis
 
 
 @pytest.mark.parametrize("layout", first_quick([PP2, TP2]), ids=title)
-def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
+def test_step_with_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
     pool: RankPool, models: Models, layout: ParallelLayout
 ) -> None:
     """Only the last pipeline stage has the loss. The step after it is as if it had never been."""
@@ -382,7 +382,7 @@ def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
     assert worst(after, fresh.weights())[0] == 0.0
 
 
-def test_a_row_may_be_longer_than_what_one_rank_takes(pool: RankPool, models: Models) -> None:
+def test_context_ranks_take_a_row_longer_than_one_ranks_limit(pool: RankPool, models: Models) -> None:
     """77 tokens, where one rank takes 41 and two take 82."""
     model = models("qwen3", 2)
     batch = random_batch(10, groups=1, rollouts=2, prompt=60, answer=14)
@@ -395,7 +395,9 @@ def test_a_row_may_be_longer_than_what_one_rank_takes(pool: RankPool, models: Mo
     check_same_steps(steps, single.steps())
 
 
-def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
+def test_comparison_finds_a_gradient_that_is_not_reduced(
+    pool: RankPool, models: Models, alone: Alone
+) -> None:
     trainer = pool.build(
         models("qwen3", 2), layout=TP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
     )
@@ -406,7 +408,7 @@ def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models,
 
 
 @pytest.mark.slow
-def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
+def test_comparison_finds_a_data_shard_that_is_skipped(pool: RankPool, models: Models, alone: Alone) -> None:
     trainer = pool.build(
         models("qwen3", 2), layout=TP2_DP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
     )
@@ -418,7 +420,7 @@ def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone:
 
 
 @pytest.mark.parametrize("layout", first_quick([EP2_OF_DP4, TP2]), ids=title)
-def test_experts_whose_gradients_are_not_reduced_are_found(
+def test_comparison_finds_expert_gradients_that_are_not_reduced(
     pool: RankPool, models: Models, alone: Alone, layout: ParallelLayout
 ) -> None:
     """Over the ranks that have the same experts."""
@@ -430,7 +432,7 @@ def test_experts_whose_gradients_are_not_reduced_are_found(
         check_same_steps(trainer.steps(), alone("qwen3_moe", 2).steps[:2])
 
 
-def test_a_replica_without_rows_computes_the_tokens_of_others(
+def test_replica_without_rows_computes_experts_for_other_ranks(
     pool: RankPool, models: Models, alone: Alone
 ) -> None:
     """It takes part in as many micro-batches as the ranks with which it divides the experts."""
@@ -466,7 +468,7 @@ def test_a_replica_without_rows_computes_the_tokens_of_others(
     ),
     ids=case_title,
 )
-def test_a_checkpoint_is_loaded_by_any_layout(
+def test_checkpoint_is_loaded_by_any_layout(
     pool: RankPool,
     models: Models,
     tmp_path: Path,
@@ -490,7 +492,7 @@ def test_a_checkpoint_is_loaded_by_any_layout(
 
 
 @pytest.mark.slow
-def test_collecting_experts_takes_the_memory_of_a_bucket(pool: RankPool, tmp_path: Path) -> None:
+def test_exporting_experts_needs_the_memory_of_one_bucket(pool: RankPool, tmp_path: Path) -> None:
     model = make_family_model(
         tmp_path / "model", "qwen3_moe", num_experts=32, moe_intermediate_size=512, num_hidden_layers=4
     )
@@ -504,7 +506,7 @@ def test_collecting_experts_takes_the_memory_of_a_bucket(pool: RankPool, tmp_pat
 
 
 @pytest.mark.parametrize("layout", first_quick([TP2, PP2]), ids=title)
-def test_collecting_weights_takes_the_memory_of_a_bucket(
+def test_exporting_weights_needs_the_memory_of_one_bucket(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     """On the rank that collects and on the one that sends."""
@@ -517,6 +519,6 @@ def test_collecting_weights_takes_the_memory_of_a_bucket(
     assert max(grown) < size / 4
 
 
-def test_a_layout_that_does_not_divide_the_model_is_refused(pool: RankPool, models: Models) -> None:
+def test_layout_that_does_not_divide_the_model_is_refused(pool: RankPool, models: Models) -> None:
     with pytest.raises(ConfigError, match=r"does not divide .*num_key_value_heads 4.* 1, 2 or 4"):
         pool.build(models("qwen3", 2), layout=ParallelLayout(tensor=3))

@@ -69,7 +69,7 @@ with start_ray(resolve(), Path(sys.argv[1])):
 """
 
 
-def test_what_left_the_session_of_a_worker_ends_with_it_under_ray(tmp_path: Path) -> None:
+def test_daemon_started_by_user_code_ends_with_its_ray_worker(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(USER_CODE)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])

@@ -103,7 +103,7 @@ class ExactLengths(Reference):
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_weights_and_exponent_equal_float64_in_every_layout(
+def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
     """Two optimizer steps; the second one is weighted by what the exponent learned in the first. A rollout
@@ -132,7 +132,7 @@ def test_weights_and_exponent_equal_float64_in_every_layout(
     assert len(set(learned)) == 1, "on every rank the same number"
 
 
-def test_an_exponent_of_0_that_is_not_learned_changes_no_bit(pool: RankPool, model: Path) -> None:
+def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(pool: RankPool, model: Path) -> None:
     batch = random_batch(5)
     weights = []
     for algorithm in (AlgorithmConfig(), AlgorithmConfig(length_weighting="power")):
@@ -143,7 +143,7 @@ def test_an_exponent_of_0_that_is_not_learned_changes_no_bit(pool: RankPool, mod
     assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_it_is_not_moved_by_a_step_that_is_left_out(pool: RankPool, model: Path) -> None:
+def test_skipped_step_does_not_move_the_length_exponent(pool: RankPool, model: Path) -> None:
     """One without any gradient, and one whose loss is not finite."""
     batch = random_batch(5)
     nothing = [np.zeros_like(advantages_T) for advantages_T in batch.advantages]
@@ -163,7 +163,9 @@ def test_it_is_not_moved_by_a_step_that_is_left_out(pool: RankPool, model: Path)
 
 
 @pytest.mark.parametrize("name", first_quick(["DP", "PP"]))
-def test_it_is_saved_and_loaded_to_the_bit(pool: RankPool, model: Path, tmp_path: Path, name: str) -> None:
+def test_checkpoint_restores_the_length_exponent_bit_for_bit(
+    pool: RankPool, model: Path, tmp_path: Path, name: str
+) -> None:
     """A trainer that loads the checkpoint goes on as the one that saved it."""
     trainer = pool.build(model, layout=LAYOUTS[name], train=EXACT, algorithm=LEARNED)
     trainer.train(random_batch(1), steps=2)

@@ -61,7 +61,7 @@ def saved_and_estimated(
 
 @pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
-def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
+def test_layer_saves_the_estimated_bytes(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
     [saved], estimated = saved_and_estimated(pool, tmp_path, family, dtype)
     assert estimated == pytest.approx(saved, rel=0.2)
 
@@ -77,7 +77,7 @@ def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family:
     ),
     ids=["tensor", "context", "recomputed"],
 )
-def test_latent_attention_saves_what_is_estimated(
+def test_latent_attention_saves_the_estimated_bytes(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout, megatron: dict[str, Any]
 ) -> None:
     """On each of two ranks, and where attention is computed again."""
@@ -88,7 +88,7 @@ def test_latent_attention_saves_what_is_estimated(
         assert estimated == pytest.approx(rank_saved, rel=0.1)
 
 
-def test_a_step_reports_what_the_largest_rank_took(pool: RankPool, tmp_path: Path) -> None:
+def test_step_reports_the_memory_of_the_largest_rank(pool: RankPool, tmp_path: Path) -> None:
     """Here the one of the first pipeline stage; the metrics come from the last. (A rank of the pool is a fork
     of a larger process, so the estimate is only compared in its order of magnitude.)"""
     model = make_tiny_model(tmp_path / "model")

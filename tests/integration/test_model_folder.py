@@ -30,7 +30,7 @@ CONVERSATIONS = (
         "{{ m.content | tojson }}{% endif %}\n{% endfor %}{{ eos_token }}",
     ],
 )
-def test_rendering_and_ids_are_those_of_transformers(tiny_model: Path, tmp_path: Path, template: str):
+def test_rendered_text_and_ids_equal_those_of_transformers(tiny_model: Path, tmp_path: Path, template: str):
     import shutil
 
     from transformers import AutoTokenizer

@@ -47,7 +47,7 @@ def others(name: str, *, keep: bool = True) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("keep", first_quick([True, False]))
-def test_what_goes_on_exactly_with_each_template(keep: bool):
+def test_each_template_continues_the_listed_conversations_exactly(keep: bool):
     assert others("qwen2.5", keep=keep) == others("smollm2", keep=keep) == {}
     assert others("llama3.2", keep=keep) == {"refused": {"parallel calls", "parallel calls in turn"}}
     respelled = {"consecutive replies"}  # the last reply of a conversation gets an empty block of thinking
@@ -71,7 +71,9 @@ def test_what_goes_on_exactly_with_each_template(keep: bool):
         ("smollm2", "<|im_end|>", "", "", True),
     ],
 )
-def test_what_is_read_off_each_template(name: str, end: str, calls: str, reasoning: str, parallel: bool):
+def test_end_token_and_parsers_are_read_from_each_template(
+    name: str, end: str, calls: str, reasoning: str, parallel: bool
+):
     made = renderer(name)
     assert (made.end_of_turn, made.parallel_calls) == (end, parallel)
     assert made.end_of_turn_id in made.end_ids
@@ -93,7 +95,7 @@ def on_the_last_day_of(year: int) -> type[datetime]:
     return Day
 
 
-def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
+def test_conversation_continues_exactly_past_midnight(monkeypatch: pytest.MonkeyPatch):
     prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
     monkeypatch.setattr("invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2023))
     made = load_renderer(str(model_folder("llama3.2")), 2**31)
@@ -106,7 +108,7 @@ def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
     assert [*path, *made.render_tail(prompt, 2, path).ids] == made.render_first(prompt)
 
 
-def test_a_head_that_grows_by_space_alone_is_another_template():
+def test_history_that_grows_by_whitespace_forks_as_template_changed():
     """DeepSeek's template gathers system messages in front: two empty ones make two newlines."""
     made, empty = renderer("deepseek-v3"), Message("system", "")
     messages = (empty, Message("assistant", "a\n\nb"), empty)
@@ -115,14 +117,14 @@ def test_a_head_that_grows_by_space_alone_is_another_template():
     assert made.render_tail(Prompt(messages=messages), 2, path).fork is ForkReason.TEMPLATE_CHANGED
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
+def test_check_template_prints_a_table(capsys: pytest.CaptureFixture[str]):
     folder = str(model_folder("deepseek-v3"))
     assert main(["check-template", folder]) == 0
     assert re.search(r"later system message +forks: template_changed", capsys.readouterr().out)
     assert main(["check-template"]) == 2
 
 
-def test_a_wrong_rendering_is_found_and_fails_the_command(monkeypatch: pytest.MonkeyPatch):
+def test_check_template_fails_on_a_wrong_rendering(monkeypatch: pytest.MonkeyPatch):
     tail = Renderer.render_tail
 
     def planted(self: Renderer, prompt: Prompt, depth: int, path: Sequence[int]):
@@ -187,7 +189,7 @@ def turn(name: str, context: Sequence[int], sampled: Sequence[int]) -> Turn:
 @pytest.mark.parametrize("name", first_quick(MODELS))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), tools=st.booleans(), thinking=st.sampled_from([None, True, False]))
-def test_random_conversations_go_on_exactly_or_fork(name: str, data: st.DataObject, tools: bool, thinking):
+def test_random_conversations_continue_exactly_or_fork(name: str, data: st.DataObject, tools: bool, thinking):
     """Each request goes on from some earlier reply of a forest, as the gateway would place it."""
     made, forest, nodes = renderer(name), Forest(), list[Node]()
     offered = TOOLS if tools else ()

@@ -83,7 +83,7 @@ class ExactEverything(Reference):
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_an_objective_reads_columns_numbers_entropies_and_other_rows(
+def test_user_objective_reads_columns_numbers_entropies_and_other_rows(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
     """Two optimizer steps: in the second one the policy is no longer the reference, and the sums of rows are
@@ -128,7 +128,7 @@ class ExactSequences(ExactEverything):
 
 
 @pytest.mark.parametrize("name", first_quick(["CP", "DP", "one process"]))
-def test_a_ratio_of_whole_rows_is_the_same_however_rows_are_divided(
+def test_sequence_ratio_does_not_depend_on_how_rows_are_divided(
     pool: RankPool, model: Path, name: str
 ) -> None:
     algorithm = AlgorithmConfig(
@@ -153,7 +153,7 @@ def test_a_ratio_of_whole_rows_is_the_same_however_rows_are_divided(
         assert gap < BOUND, f"step {at}: {tensor}"
 
 
-def test_an_interpolated_old_policy_knows_how_old_each_token_is(pool: RankPool, model: Path) -> None:
+def test_interpolated_old_policy_uses_the_age_of_each_token(pool: RankPool, model: Path) -> None:
     """Tokens of versions 1 to 3, trained at version 3; in the second step the current policy is another."""
     algorithm = AlgorithmConfig(old_logprobs="interpolated", correction_cap=5.0, num_minibatches=2)
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)
@@ -190,7 +190,9 @@ def test_an_interpolated_old_policy_knows_how_old_each_token_is(pool: RankPool, 
         ]
     ),
 )
-def test_a_loss_that_cannot_be_trained_is_named(pool: RankPool, model: Path, name: str, reason: str) -> None:
+def test_objective_whose_loss_cannot_be_trained_is_named(
+    pool: RankPool, model: Path, name: str, reason: str
+) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=f"user_objectives:{name}"))
     start = trainer.weights()
     with pytest.raises((PluginError, TrainError), match=reason):
@@ -198,7 +200,7 @@ def test_a_loss_that_cannot_be_trained_is_named(pool: RankPool, model: Path, nam
     assert all(np.array_equal(weight, start[key]) for key, weight in trainer.weights().items())
 
 
-def test_a_number_of_the_user_is_not_replaced(pool: RankPool, model: Path) -> None:
+def test_objective_that_overwrites_a_number_of_the_rows_is_refused(pool: RankPool, model: Path) -> None:
     """`couple` returns a number of a name that the rows have."""
     algorithm = AlgorithmConfig(objective="user_objectives:one_name_twice")
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)

@@ -110,7 +110,9 @@ def batch_for(name: str) -> TrainBatch:
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
-def test_two_optimizer_steps(pool: RankPool, model: Path, name: str, layout: ParallelLayout) -> None:
+def test_two_steps_of_sft_dpo_and_kto_equal_float64(
+    pool: RankPool, model: Path, name: str, layout: ParallelLayout
+) -> None:
     algorithm = AlgorithmConfig(objective=name, preference_beta=BETA)
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=algorithm)
     batch = batch_for(name)
@@ -131,7 +133,7 @@ def test_two_optimizer_steps(pool: RankPool, model: Path, name: str, layout: Par
 
 
 @pytest.mark.parametrize("name", first_quick(["sft", "dpo"]))
-def test_the_loss_of_its_rows_falls(pool: RankPool, model: Path, name: str) -> None:
+def test_training_lowers_the_loss_of_its_own_rows(pool: RankPool, model: Path, name: str) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=name))
     batch = batch_for(name)
     losses = [resolve(trainer.train(batch))["loss"] for _ in range(4)]

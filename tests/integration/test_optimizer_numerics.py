@@ -43,7 +43,7 @@ def adamw(start: Arrays, steps: list[Step], train: TrainConfig) -> list[dict[str
     first_quick([{"weight_decay": 0.5}, {"adam_beta2": 0.6}, {"adam_beta1": 0.5}, {}]),
     ids=["weight_decay", "beta2", "beta1", "beyond_the_first_step"],
 )
-def test_every_step_is_adamw_s(pool: RankPool, tmp_path: Path, fields: dict[str, float]) -> None:
+def test_every_optimizer_step_equals_adamw(pool: RankPool, tmp_path: Path, fields: dict[str, float]) -> None:
     given = {"train_dtype": "float32", "lr": 1e-3, "clip_grad": 0.0, **fields}
     train = TrainConfig.model_validate(given)
     trainer = pool.build(make_tiny_model(tmp_path / "model"), train=train)

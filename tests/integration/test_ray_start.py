@@ -35,7 +35,7 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 
 
 @pytest.mark.timeout(1200)
-def test_the_address_of_a_dead_cluster_is_not_asked(tmp_path: Path) -> None:
+def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(tmp_path: Path) -> None:
     """Whoever listens at the address that Ray's file names hears nothing; `ray.init()` alone would call."""
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
@@ -96,7 +96,7 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_stopped_actor_does_not_silence_the_raylet(tmp_path: Path) -> None:
+def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "heartbeat_timeout_s": 600.0}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -154,7 +154,7 @@ print("raylets of the starts that failed:", len(raylets), "alive:", len(alive), 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("late", first_quick([1, 2]))
-def test_a_start_of_ray_that_times_out_is_tried_again_with_the_reason(tmp_path: Path, late: int) -> None:
+def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(tmp_path: Path, late: int) -> None:
     """As on a busy machine: the raylet runs, and is not heard of in time."""
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))

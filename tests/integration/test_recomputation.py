@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", named_quick(CASES.keys(), "gemma3_text"))
-def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_recomputation_changes_no_gradient(pool: RankPool, tmp_path: Path, name: str) -> None:
     """The gather of keys and values, windows, norms after attention and MLP, and the exchange of tokens
     between ranks with different experts included."""
     family, layout, recomputations = CASES[name]

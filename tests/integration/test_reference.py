@@ -91,7 +91,7 @@ def train_checked(trainer: Trainer, policy: Path, other: Path) -> dict[str, floa
     ("family", "placement"),
     first_quick([("glm4_moe", "cpu_by_layer"), ("llama", "cpu"), ("llama", "device")]),
 )
-def test_weights_of_another_folder_are_the_reference(
+def test_reference_has_the_weights_of_its_model_folder(
     pool: RankPool, tmp_path: Path, family: str, placement: str
 ) -> None:
     """Experts have a router's bias, which is no parameter."""
@@ -104,7 +104,7 @@ def test_weights_of_another_folder_are_the_reference(
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "pp2"))
-def test_every_layout_has_its_parts_of_the_reference(
+def test_reference_in_every_layout_equals_float64(
     pool: RankPool, policy: Path, other: Path, layout: ParallelLayout
 ) -> None:
     train = settings(reference_placement="cpu_by_layer")
@@ -112,7 +112,7 @@ def test_every_layout_has_its_parts_of_the_reference(
     train_checked(trainer, policy, other)
 
 
-def test_the_reference_stays_what_it_was_and_a_failure_leaves_the_trained_weights(
+def test_reference_keeps_the_initial_weights_and_a_failure_in_it_keeps_the_trained_weights(
     pool: RankPool, policy: Path
 ) -> None:
     """Without a folder of its own it has the weights that the run began with."""
@@ -135,7 +135,7 @@ def test_the_reference_stays_what_it_was_and_a_failure_leaves_the_trained_weight
 
 
 @pytest.mark.parametrize("name", first_quick(["tp2", "one", "pp2vpp2"]))
-def test_a_reference_that_moves_is_saved_and_loaded(
+def test_moving_reference_is_saved_and_loaded(
     pool: RankPool, policy: Path, tmp_path: Path, name: str
 ) -> None:
     """A moving average over two batches, and a coefficient on its way: a trainer that loads the checkpoint
@@ -164,7 +164,7 @@ def test_a_reference_that_moves_is_saved_and_loaded(
     assert all(np.allclose(weight, after[key], rtol=1e-6) for key, weight in resumed.weights().items())
 
 
-def test_a_reference_is_reset_to_the_policy_every_so_many_batches(
+def test_reference_is_reset_to_the_policy_after_the_set_number_of_batches(
     pool: RankPool, policy: Path, tmp_path: Path
 ) -> None:
     algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 2})
@@ -185,13 +185,15 @@ def test_a_reference_is_reset_to_the_policy_every_so_many_batches(
         resumed.each("load", str(tmp_path / "frozen"))
 
 
-def test_only_a_reference_that_is_needed_is_loaded(pool: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_reference_is_loaded_only_if_the_objective_needs_it(
+    pool: RankPool, policy: Path, tmp_path: Path
+) -> None:
     pool.build(policy, train=settings(), reference=tmp_path / "none")
     with pytest.raises(Exception, match="none"):
         pool.build(policy, train=settings(), algorithm=ALGORITHM, reference=tmp_path / "none")
 
 
-def test_a_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, tmp_path: Path) -> None:
     """Also where nobody has looked at the folder before the rank was started."""
     wide = make_family_model(tmp_path / "wide", "llama", num_hidden_layers=4, intermediate_size=192)
     with pytest.raises(TrainError, match=r"gate_proj.*384, 64"):
@@ -211,7 +213,7 @@ def test_a_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, t
     ),
     ids=["two_steps_and_kl", "kl", "one_step", "two_steps", "engine"],
 )
-def test_no_forward_pass_is_made_that_the_objective_does_not_need(
+def test_only_forward_passes_that_the_objective_needs_are_made(
     pool: RankPool, policy: Path, fields: dict[str, object], steps: int, has_old: bool, has_reference: bool
 ) -> None:
     """In the first mini-batch the current policy is the old one, so old is computed for the second alone."""
@@ -228,7 +230,7 @@ def test_no_forward_pass_is_made_that_the_objective_does_not_need(
 
 
 @pytest.mark.slow
-def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path: Path) -> None:
+def test_reference_placed_by_layer_keeps_its_bfloat16_weights(pool: RankPool, tmp_path: Path) -> None:
     """Under float32 training it takes half the memory of the weights, and computes the same."""
     model = make_family_model(
         tmp_path / "model",
@@ -253,7 +255,7 @@ def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path
 
 
 @pytest.mark.slow
-def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
+def test_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
     """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
     algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})
     weights: dict[bool, list[dict[str, np.ndarray]]] = {}
@@ -279,7 +281,7 @@ def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path)
 @pytest.mark.parametrize(
     "layout", first_quick([ParallelLayout(data=2), ParallelLayout()]), ids=["dp2", "one"]
 )
-def test_the_kl_of_whole_rollouts_is_in_the_rewards_that_are_compared(
+def test_rloo_advantages_compare_rewards_that_include_the_kl_of_whole_rollouts(
     pool: RankPool, even: Path, other: Path, layout: ParallelLayout
 ) -> None:
     """RLOO: in both mini-batches the advantages are those of r - kl_coef KL, by the formula in float64. A

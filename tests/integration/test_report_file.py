@@ -16,7 +16,7 @@ pytestmark = needs_chromium
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_from_a_disk_and_hostile_texts_do_nothing(tmp_path: Path, width: int, scheme: str) -> None:
+def test_report_opens_from_disk_and_hostile_texts_stay_inert(tmp_path: Path, width: int, scheme: str) -> None:
     path = tmp_path / "report.html"
     path.write_text(page(HOSTILE_CONTENTS))
     with chromium() as browser:

@@ -215,10 +215,12 @@ async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, secon
 
 def own_ends(outcomes: list[RolloutSummary | FailedRollout]) -> list[RolloutSummary | FailedRollout]:
     """Without the rollouts that were cancelled because another had cost them their group."""
-    return [one for one in outcomes if getattr(one, "reason", None) is not FailureReason.GROUP_DROPPED]
+    return [
+        outcome for outcome in outcomes if getattr(outcome, "reason", None) is not FailureReason.GROUP_DROPPED
+    ]
 
 
-async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) -> None:
+async def test_every_failed_rollout_has_a_reason_and_the_run_continues(stack: Stack) -> None:
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
     # What hangs has made a turn before: it would be cancelled as stale before its deadline.
     async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=30.0) as (handle, buffer):
@@ -246,7 +248,7 @@ async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) ->
     }
 
 
-async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack) -> None:
+async def test_worker_that_exits_is_replaced_and_the_run_continues(stack: Stack) -> None:
     exits = tasks_that("exit")
     async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
@@ -262,7 +264,7 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
     assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-async def test_what_a_rollout_started_ends_with_its_worker(stack: Stack, tmp_path: Path) -> None:
+async def test_process_started_by_a_rollout_ends_with_its_worker(stack: Stack, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     forks = [Task(id="forks", payload={"does": "fork and exit", "file": str(pids)})]
     async with rollouts(stack, forks) as (handle, buffer):
@@ -282,7 +284,7 @@ async def test_what_a_rollout_started_ends_with_its_worker(stack: Stack, tmp_pat
     ("does", "gigabytes", "reason"),
     first_quick([("leak", 1.1, FailureReason.MEMORY), ("leak and block", 1.5, FailureReason.WORKER_DIED)]),
 )
-async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
+async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     stack: Stack, does: str, gigabytes: float, reason: FailureReason
 ) -> None:
     leaks = [Task(id="leaks", payload={"does": does, "bytes": gigabytes * 1e9})]
@@ -298,7 +300,7 @@ async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
         assert {"rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended} == {True}
 
 
-async def test_a_rollout_that_cancels_its_worker_is_one_death(stack: Stack) -> None:
+async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(stack: Stack) -> None:
     cancels = tasks_that("cancel all")
     async with rollouts(stack, cancels) as (handle, buffer):
         await until_ended(stack, cancels, rollouts_each=GROUP)
@@ -308,7 +310,7 @@ async def test_a_rollout_that_cancels_its_worker_is_one_death(stack: Stack) -> N
     assert reasons <= {FailureReason.WORKER_DIED, FailureReason.EXCEPTION}
 
 
-async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
+async def test_key_printed_by_user_code_reaches_neither_the_store_nor_a_log(
     stack: Stack, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = tmp_path / "key"
@@ -334,7 +336,7 @@ async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
     assert key not in shown.out + shown.err
 
 
-async def test_what_a_worker_printed_before_it_died_is_kept_and_one_that_said_nothing_leaves_no_file(
+async def test_output_of_a_dead_worker_is_kept_and_a_silent_worker_leaves_no_file(
     stack: Stack, tmp_path: Path
 ) -> None:
     logs = tmp_path / "logs"
@@ -350,7 +352,7 @@ async def test_what_a_worker_printed_before_it_died_is_kept_and_one_that_said_no
 
 
 @pytest.mark.slow
-async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
+async def test_sync_rollout_functions_run_and_a_hung_function_times_out(stack: Stack) -> None:
     hangs = tasks_that("hang")
     async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=12.0) as (handle, buffer):
         (taken,) = await batches(stack, handle, buffer, range(1, 2))
@@ -366,7 +368,7 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("function", first_quick(["rollout", "sync_rollout"]))
-async def test_rollouts_of_a_dropped_group_are_cancelled_and_their_slots_are_free(
+async def test_rollouts_of_a_dropped_group_are_cancelled_and_free_their_slots(
     stack: Stack, tmp_path: Path, function: str
 ) -> None:
     """One member of each group raises, the other would go on for an hour; there are twice as many of these as
@@ -384,20 +386,27 @@ async def test_rollouts_of_a_dropped_group_are_cancelled_and_their_slots_are_fre
     for task in groups:
         reasons = [getattr(outcome, "reason", "none") for outcome in ended[task.id]]
         assert sorted(reasons) == [FailureReason.EXCEPTION, FailureReason.GROUP_DROPPED]
-    dropped = {one.detail for outcomes in ended.values() for one in outcomes if one not in own_ends([one])}
+    dropped = {
+        outcome.detail
+        for outcomes in ended.values()
+        for outcome in outcomes
+        if outcome not in own_ends([outcome])
+    }
     assert {detail.partition("was dropped")[2] for detail in dropped} == {
         " (incomplete): this rollout is no longer needed"
     }
 
 
-async def test_a_group_form_sees_its_whole_group(stack: Stack) -> None:
+async def test_group_rollout_function_sees_its_whole_group(stack: Stack) -> None:
     async with rollouts(stack, [], function="group_rollout") as (handle, buffer):
         taken = await handle.guard(buffer.take())
     for group in taken.groups:
         assert min(rollout.reward for rollout in group.rollouts_G) == 0.0
 
 
-async def test_evaluation_runs_beside_and_leaves_the_buffer_alone(stack: Stack, tmp_path: Path) -> None:
+async def test_evaluation_runs_during_rollouts_and_does_not_touch_the_buffer(
+    stack: Stack, tmp_path: Path
+) -> None:
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
     changes = {"eval_task_file": str(held_out), "eval_tasks": 2, "eval_samples_per_task": 3}
@@ -409,7 +418,7 @@ async def test_evaluation_runs_beside_and_leaves_the_buffer_alone(stack: Stack, 
     assert not set(stack.outcomes()) & {"e1", "e2"}
 
 
-async def test_a_function_that_is_not_there_is_found_at_start() -> None:
+async def test_missing_rollout_function_is_reported_at_the_start() -> None:
     settings = WorkerSettings(
         gateway_url="http://127.0.0.1:1",
         model="tiny",
@@ -422,7 +431,7 @@ async def test_a_function_that_is_not_there_is_found_at_start() -> None:
     worker.kill()
 
 
-async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
+async def test_worker_with_a_blocked_event_loop_is_killed(stack: Stack) -> None:
     client = SessionClient(stack.url, env_key=ENV_KEY)
     settings = WorkerSettings(
         gateway_url=stack.url,

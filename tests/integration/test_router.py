@@ -48,7 +48,7 @@ def generation(index: int, new: int = 6) -> GenerateRequest:
     )
 
 
-async def test_generates_whole_and_streaming(router_client: SglangClient) -> None:
+async def test_router_forwards_whole_and_streamed_generations(router_client: SglangClient) -> None:
     results = await asyncio.gather(*(router_client.generate(generation(i)) for i in range(8)))
     assert all(len(result.ids_T) == 6 for result in results)
     items = [item async for item in router_client.stream(generation(1, new=400))]
@@ -68,25 +68,23 @@ async def status(method: str, url: str, key: str) -> int:
 
 @pytest.mark.parametrize("key", ["", "wrong", "sampling"])
 @pytest.mark.parametrize("what", ["POST /workers", "GET /workers", "DELETE /workers/x", "POST /flush_cache"])
-async def test_nobody_else_manages_it(router: RouterServer, what: str, key: str) -> None:
+async def test_worker_management_needs_the_admin_key(router: RouterServer, what: str, key: str) -> None:
     method, path = what.split()
     given = router.api_key if key == "sampling" else key
     assert await status(method, router.url + path, given) == 401
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
-async def test_nobody_else_samples(router: RouterServer, key: str) -> None:
+async def test_sampling_needs_the_routers_key(router: RouterServer, key: str) -> None:
     assert await status("POST", router.url + "/generate", key) == 401
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"])
-async def test_engine_management_does_not_pass(router: RouterServer, path: str) -> None:
+async def test_router_does_not_forward_engine_management(router: RouterServer, path: str) -> None:
     assert await status("POST", router.url + path, router.api_key) in (401, 404)
 
 
-def test_the_router_and_every_process_of_an_engine_listen_on_loopback(
-    tiny_fleet: Fleet, router: RouterServer
-) -> None:
+def test_router_and_every_engine_process_listen_on_loopback(tiny_fleet: Fleet, router: RouterServer) -> None:
     """Torch's rendezvous store, which has no key, among them."""
     listening: dict[str, str] = {}
     for server in (router, tiny_fleet.engines["engine-0"].server):
@@ -98,7 +96,7 @@ def test_the_router_and_every_process_of_an_engine_listen_on_loopback(
     assert set(listening.values()) == {"127.0.0.1"}, listening
 
 
-async def test_only_a_registered_engine_gets_traffic(
+async def test_router_sends_requests_only_to_registered_engines(
     tiny_fleet: Fleet, router: RouterServer, router_client: SglangClient
 ) -> None:
     server = tiny_fleet.engines["engine-0"].server
@@ -111,7 +109,9 @@ async def test_only_a_registered_engine_gets_traffic(
     assert len((await router_client.generate(generation(3))).ids_T) == 6
 
 
-async def test_requests_sent_during_a_pause_wait(tiny_fleet: Fleet, router_client: SglangClient) -> None:
+async def test_requests_sent_during_an_engines_pause_wait(
+    tiny_fleet: Fleet, router_client: SglangClient
+) -> None:
     """Longer than a router needs to eject a worker that does not answer its health check, or that makes no
     token while requests pile up."""
     receiver = tiny_fleet.engines["engine-0"].receiver
@@ -130,7 +130,7 @@ async def test_requests_sent_during_a_pause_wait(tiny_fleet: Fleet, router_clien
 
 
 @pytest.mark.parametrize("program", ROUTERS)
-async def test_a_session_stays_on_one_engine(
+async def test_router_keeps_a_session_on_one_engine(
     request: pytest.FixtureRequest, program: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """All sessions begin with the same tokens, so a router that goes by prefixes would mix them."""

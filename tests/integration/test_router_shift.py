@@ -146,14 +146,12 @@ def sigmoid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("replay", first_quick(["none", "trainer"]))
-def test_an_update_weighs_tokens_by_how_far_routers_have_moved(
-    pool: RankPool, model: Path, replay: str
-) -> None:
+def test_tokens_are_weighted_by_the_shift_of_their_routers(pool: RankPool, model: Path, replay: str) -> None:
     """Also where the experts of the old policy are replayed."""
     check_update(pool, model, replay)
 
 
-def test_a_router_s_sigmoid_scores_are_shares_of_their_sum(pool: RankPool, sigmoid_model: Path) -> None:
+def test_sigmoid_router_scores_count_as_shares_of_their_sum(pool: RankPool, sigmoid_model: Path) -> None:
     """They are chosen by a bias and in groups, which are no part of the shares."""
     check_update(pool, sigmoid_model, "none", lr=1e-2)
 
@@ -190,7 +188,7 @@ def check_update(pool: RankPool, model: Path, replay: str, *, lr: float = 5e-3) 
     assert gap > 1000 * BOUND
 
 
-def test_where_no_weight_has_moved_every_weight_is_1(pool: RankPool, model: Path) -> None:
+def test_router_weight_is_1_where_no_parameter_has_moved(pool: RankPool, model: Path) -> None:
     trainer = pool.build(model, train=settings(lr=1e-30), algorithm=RSPO)
     metrics = resolve(trainer.train(random_batch(1), steps=2))
     assert metrics["optimizer_steps"] == 2
@@ -198,7 +196,7 @@ def test_where_no_weight_has_moved_every_weight_is_1(pool: RankPool, model: Path
     assert metrics["router_weight_floored_fraction"] == 0.0
 
 
-def test_several_stages_are_refused_before_ranks_load_the_model(pool: RankPool, model: Path) -> None:
+def test_pipeline_stages_are_refused_before_ranks_load_the_model(pool: RankPool, model: Path) -> None:
     with pytest.raises(ConfigError, match="pipeline_model_parallel_size"):
         pool.build(
             model,
@@ -248,7 +246,7 @@ def alone(pool: RankPool, model: Path) -> Updates:
 
 
 @pytest.mark.parametrize("name", named_quick(LAYOUTS.keys(), "tp2 ep2"))
-def test_every_layout_weighs_as_one_process_does(
+def test_every_layout_computes_the_router_weights_of_one_process(
     pool: RankPool, model: Path, alone: Updates, name: str
 ) -> None:
     layout, megatron = LAYOUTS[name]

@@ -98,7 +98,7 @@ def settings(replay: str, *, share_prefixes: bool = True) -> TrainConfig:
     )
 
 
-def test_an_update_takes_the_experts_of_the_pass_for_the_old_logprobs(pool: RankPool, model: Path) -> None:
+def test_replay_uses_the_experts_of_the_old_logprob_pass(pool: RankPool, model: Path) -> None:
     batch = random_batch(1)
     trainer = pool.build(model, train=settings("trainer", share_prefixes=False), algorithm=ALGORITHM)
     metrics = resolve(trainer.train(batch, steps=2))
@@ -162,7 +162,7 @@ def choices(sample: TrainSample) -> Choices:
     return np.where(given == UNKNOWN, -1, given)
 
 
-def test_an_update_takes_the_experts_of_the_engine(pool: RankPool, model: Path) -> None:
+def test_replay_uses_the_experts_of_the_engine(pool: RankPool, model: Path) -> None:
     """Also in the pass for the old log-probs, and not in the reference's. Where they are unknown the router
     chooses. With two layers in each other's place the gradient is another one."""
     algorithm = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, kl_coef=0.1)
@@ -192,7 +192,7 @@ def test_an_update_takes_the_experts_of_the_engine(pool: RankPool, model: Path) 
     assert gap > 100 * BOUND
 
 
-def test_experts_of_another_model_are_refused(pool: RankPool, model: Path) -> None:
+def test_recorded_experts_of_another_model_are_refused(pool: RankPool, model: Path) -> None:
     batch = recorded_batch(1)
     trainer = pool.build(model, train=settings("engine"))
     fewer_layers = [
@@ -250,7 +250,7 @@ def alone(pool: RankPool, model: Path) -> dict[str, Updates]:
 
 @pytest.mark.parametrize("replay", first_quick(["engine", "trainer"]))
 @pytest.mark.parametrize("name", named_quick(LAYOUTS.keys(), "pp2 ep2"))
-def test_every_layout_replays_what_one_process_does(
+def test_every_layout_replays_experts_as_one_process_does(
     pool: RankPool, model: Path, alone: dict[str, Updates], name: str, replay: str
 ) -> None:
     layout, megatron = LAYOUTS[name]

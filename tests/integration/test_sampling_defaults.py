@@ -25,7 +25,7 @@ TRIES = 6
 
 
 @pytest.mark.timeout(1200)
-async def test_the_servers_preferences_do_not_reach_our_requests(
+async def test_sampling_preferences_of_the_server_do_not_change_training_requests(
     tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     config = EngineConfig(

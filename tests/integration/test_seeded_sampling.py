@@ -94,7 +94,7 @@ async def serve(
         await fleet.stop()
 
 
-async def test_a_place_in_the_run_samples_the_same_after_a_restart(
+async def test_seeded_rollout_samples_the_same_tokens_after_a_restart(
     tmp_path: Path, tiny_model: Path, engine_parent: ForkParent
 ) -> None:
     async with serve(tmp_path / "first", tiny_model, engine_parent) as served:

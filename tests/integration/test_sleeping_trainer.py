@@ -54,7 +54,7 @@ def learnt(trainer: Trainer) -> list[Arrays]:
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
 @OPTIMIZERS
 @DTYPES
-def test_it_learns_the_same_as_one_that_never_sleeps(
+def test_sleeping_trainer_learns_the_same_as_a_trainer_that_never_sleeps(
     pool: RankPool, model: Path, ranks: int, sharded: bool, dtype: str
 ) -> None:
     train = settings(sharded=sharded, dtype=dtype)
@@ -80,7 +80,7 @@ def test_it_learns_the_same_as_one_that_never_sleeps(
 
 
 @DTYPES
-def test_gradients_have_no_memory_and_the_rest_of_the_optimizer_moves(
+def test_sleeping_trainer_frees_gradients_and_moves_the_optimizer_to_the_cpu(
     pool: RankPool, model: Path, dtype: str
 ) -> None:
     """Float32 weights are the model's own memory; beside bfloat16 ones the optimizer has master weights."""
@@ -102,7 +102,7 @@ def test_gradients_have_no_memory_and_the_rest_of_the_optimizer_moves(
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
 @OPTIMIZERS
 @DTYPES
-def test_a_checkpoint_saved_asleep_resumes_as_if_nothing_had_happened(
+def test_checkpoint_saved_while_asleep_resumes_exactly(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, sharded: bool, dtype: str
 ) -> None:
     """Also one that is saved before the first step, when the optimizer has no state yet."""
@@ -130,7 +130,7 @@ def test_a_checkpoint_saved_asleep_resumes_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
-def test_a_critic_on_the_same_ranks_sleeps_too(pool: RankPool, model: Path) -> None:
+def test_critic_on_the_same_ranks_sleeps_too(pool: RankPool, model: Path) -> None:
     train = settings(sharded=True, dtype="bfloat16")
     algorithm = AlgorithmConfig(advantage="gae")
     batches = [rewarded_batch(seed) for seed in range(3)]

@@ -50,13 +50,16 @@ def with_gaps(batch: TrainBatch, teacher: Reference, old: Reference) -> TrainBat
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_two_optimizer_steps(pool: RankPool, model: Path, teacher: Path, layout: ParallelLayout) -> None:
+def test_two_distillation_steps_equal_float64(
+    pool: RankPool, model: Path, teacher: Path, layout: ParallelLayout
+) -> None:
     """With a reference beside the teacher: the initial model. Rewards do not matter."""
     trainer = pool.build(model, teacher=teacher, layout=layout, train=EXACT, algorithm=DISTILLATION)
     batch = random_batch(5)
     metrics = resolve(trainer.train(batch, steps=2))
     assert metrics["optimizer_steps"] == 2
-    initial, frozen = Reference(model), Reference(teacher)
+    initial = Reference(model)
+    frozen = Reference(teacher)
     first, second = trainer.steps()
     gaps = []
     for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
@@ -71,14 +74,18 @@ def test_two_optimizer_steps(pool: RankPool, model: Path, teacher: Path, layout:
     assert metrics["reverse_kl"] == pytest.approx(-np.mean(gaps), rel=1e-4)
 
 
-def test_without_a_teacher_rows_must_have_the_column(pool: RankPool, model: Path) -> None:
+def test_rows_without_a_teacher_column_are_refused_if_there_is_no_teacher(
+    pool: RankPool, model: Path
+) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=DISTILLATION)
     batch = random_batch(5)
     with pytest.raises(TrainError, match="column 'teacher'"):
         trainer.train(batch)
 
 
-def test_a_column_is_the_same_as_a_teacher(pool: RankPool, model: Path, teacher: Path) -> None:
+def test_teacher_column_gives_the_same_step_as_a_teacher_model(
+    pool: RankPool, model: Path, teacher: Path
+) -> None:
     batch = random_batch(6)
     trainer = pool.build(model, teacher=teacher, train=EXACT, algorithm=DISTILLATION)
     trainer.train(batch)

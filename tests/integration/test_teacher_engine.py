@@ -35,7 +35,7 @@ def sample_of(prompt: list[int], sampled_T: np.ndarray, logprobs_T: np.ndarray) 
     )
 
 
-async def test_a_real_engine_scores_its_own_tokens_as_it_sampled_them(
+async def test_real_engine_scores_its_own_tokens_with_the_sampled_logprobs(
     tiny_fleet: Fleet, tiny_model: Path
 ) -> None:
     """The last id of the vocabulary is in a row, too: SGLang reports it under another id."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
-from train_reference import random_batch
+from train_reference import random_batch, rewarded_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
@@ -77,7 +77,7 @@ def recorded(trainer: Trainer, batch: TrainBatch, *, steps: int) -> tuple[Arrays
 @pytest.mark.parametrize("share_prefixes", first_quick([True, False]), ids=["shared prefixes", "whole rows"])
 @pytest.mark.parametrize("steps", first_quick([3, 1]))
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS.keys(), "CP", "TP and PP"))
-def test_a_step_records_the_policy_before_it(
+def test_step_records_the_logprobs_of_the_policy_before_it(
     layout: str, steps: int, share_prefixes: bool, pool: RankPool, model: Path
 ) -> None:
     """Also of the mini-batches that are trained after the first has changed the weights: their old log-probs
@@ -98,7 +98,7 @@ def test_a_step_records_the_policy_before_it(
 
 
 @pytest.mark.parametrize("layout", first_quick(["PP", "DP", "one process"]))
-def test_the_critics_advantages_are_recorded(layout: str, pool: RankPool, model: Path) -> None:
+def test_step_records_the_advantages_of_the_critic(layout: str, pool: RankPool, model: Path) -> None:
     algorithm = AlgorithmConfig(advantage="gae", num_minibatches=2)
     of_layout = recorded_by_critic(pool, model, algorithm, LAYOUTS[layout])
     alone = recorded_by_critic(pool, model, algorithm, ParallelLayout())
@@ -111,21 +111,17 @@ def test_the_critics_advantages_are_recorded(layout: str, pool: RankPool, model:
 def recorded_by_critic(
     pool: RankPool, model: Path, algorithm: AlgorithmConfig, layout: ParallelLayout
 ) -> tuple[Arrays, Arrays]:
-    from test_critic import rewarded_batch
-
     trainer = pool.build(model, layout=layout, train=settings(), algorithm=algorithm)
     return recorded(trainer, rewarded_batch(4), steps=2)
 
 
-def test_nothing_is_recorded_where_the_setting_says_so(pool: RankPool, model: Path) -> None:
+def test_no_token_record_is_written_if_turned_off(pool: RankPool, model: Path) -> None:
     trainer = pool.build(model, train=settings(record=False))
     [result] = trainer.train_records(BATCH)
     assert result.token_records == ()
 
 
-def test_a_batch_in_which_the_critic_learns_alone_has_no_trained_row(pool: RankPool, model: Path) -> None:
-    from test_critic import rewarded_batch
-
+def test_critic_warm_up_batch_has_no_trained_row(pool: RankPool, model: Path) -> None:
     train = settings().model_copy(update={"critic_warmup_steps": 1})
     trainer = pool.build(model, train=train, algorithm=AlgorithmConfig(advantage="gae"))
     [result] = trainer.train_records(rewarded_batch(4))

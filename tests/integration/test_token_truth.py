@@ -56,11 +56,11 @@ def kinds(recorded: Recorded, **changed) -> set[str]:
 def stopped(recorded: Recorded) -> list[StoredTurn]:
     """Turns that ended by themselves and that a client has: not the second of two answers, not one that was
     cut off too late. Their order in the store is decided by time."""
-    seen = {one.turn_id for one in recorded.load.sent}
+    seen = {reply.turn_id for reply in recorded.load.sent}
     return [turn for turn in recorded.turns if turn.finish_reason == "stop" and turn.id in seen]
 
 
-def test_the_load_did_what_agents_do(recorded: Recorded):
+def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(recorded: Recorded):
     did = recorded.load.did
     for step in (
         "plain",
@@ -78,11 +78,14 @@ def test_the_load_did_what_agents_do(recorded: Recorded):
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
     assert verdict.unrecorded <= did["cut"]
     # the spelling is not the tokenizer's own: ids made again from text would differ
-    again = [recorded.reference.ids(recorded.reference.tokenizer.decode(one.ids)) for one in recorded.wire]
+    again = [
+        recorded.reference.ids(recorded.reference.tokenizer.decode(generation.ids))
+        for generation in recorded.wire
+    ]
     assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
 
 
-def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: Path):
+def test_judge_finds_one_token_changed_in_the_store(recorded: Recorded, tmp_path: Path):
     copy = tmp_path / "run.sqlite"
     with sqlite3.connect(recorded.store) as source, sqlite3.connect(copy) as target:
         source.backup(target)
@@ -97,9 +100,9 @@ def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: P
 
 
 @pytest.mark.parametrize("field", ["ids", "logprobs", "spans", "input_ids"])
-def test_one_value_changed_on_the_wire_is_found(recorded: Recorded, field: str):
+def test_judge_finds_one_value_changed_on_the_wire(recorded: Recorded, field: str):
     rid = next(turn.id for turn in stopped(recorded) if len(turn.sampled_ids) > 1)
-    at = next(n for n, one in enumerate(recorded.wire) if one.rid == rid)
+    at = next(n for n, generation in enumerate(recorded.wire) if generation.rid == rid)
     value = list(getattr(recorded.wire[at], field))
     value[-2:] = [(value[0][0] + 1, *value[0][1:])] if field == "spans" else [value[-2] + 1, value[-1]]
     wire = [*recorded.wire]
@@ -108,7 +111,7 @@ def test_one_value_changed_on_the_wire_is_found(recorded: Recorded, field: str):
     assert {"input_ids": "prompt"}.get(field, field) in found
 
 
-def test_other_plants_are_found(recorded: Recorded):
+def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
     turn = next(turn for turn in stopped(recorded) if turn.parent_id)
     at = recorded.turns.index(turn)
     tail = [*turn.context_ids[:-1], turn.context_ids[-1] ^ 1]
@@ -123,8 +126,10 @@ def test_other_plants_are_found(recorded: Recorded):
     parents = {one.parent_id for one in recorded.turns}
     leaf = next(one for one in stopped(recorded) if one.id not in parents)
     assert "unrecorded" in kinds(recorded, turns=[one for one in recorded.turns if one is not leaf])
-    assert "missing" in kinds(recorded, wire=[one for one in recorded.wire if one.rid != turn.id])
-    sent = [dataclasses.replace(one, text=one.text + "x") for one in recorded.load.sent]
+    assert "missing" in kinds(
+        recorded, wire=[generation for generation in recorded.wire if generation.rid != turn.id]
+    )
+    sent = [dataclasses.replace(reply, text=reply.text + "x") for reply in recorded.load.sent]
     assert "text" in kinds(recorded, sent=sent)
 
 
@@ -144,11 +149,12 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
 
 
-def test_a_thinking_model_is_proved_as_the_others_are(thinking: Recorded):
-    sent, refusing = thinking.load.sent, thinking.load.unthinking
+def test_judge_covers_thinking_models(thinking: Recorded):
+    sent = thinking.load.sent
+    refusing = thinking.load.unthinking
     verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
-    assert sum(bool(one.reasoning) for one in sent) > 50
+    assert sum(bool(reply.reasoning) for reply in sent) > 50
     assert len(refusing) > 3
     assert "tail" in {
         what for _, what, _ in judge(thinking.turns, thinking.wire, thinking.reference).mismatches
@@ -167,7 +173,7 @@ def test_a_thinking_model_is_proved_as_the_others_are(thinking: Recorded):
     other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
     turns = [*thinking.turns[:at], dataclasses.replace(turn, messages=other), *thinking.turns[at + 1 :]]
     assert "tail" in kinds(thinking, turns=turns)
-    altered = [dataclasses.replace(one, reasoning=one.reasoning + "x") for one in sent]
+    altered = [dataclasses.replace(reply, reasoning=reply.reasoning + "x") for reply in sent]
     assert "text" in kinds(thinking, sent=altered)
 
 
@@ -179,12 +185,15 @@ def rewritten(recorded: Recorded, turn: StoredTurn) -> bool:
         path.insert(0, stored[parent])
     messages = [message for one in path for message in one.messages][:-1]
     depth = len(messages) + 1 - len(turn.messages)
-    reference, tools = recorded.reference, path[0].tools
+    reference = recorded.reference
+    tools = path[0].tools
     whole = reference.text(messages, tools, head=True)
     return not whole.startswith(reference.text(messages[:depth], tools, head=False))
 
 
-async def test_a_real_engine_through_the_real_router(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):
+async def test_tokens_of_a_real_engine_behind_the_router_match_the_store(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
+):
     async with real_stack(tmp_path, tiny_model, tiny_fleet) as stack:
         load = Load(stack=stack, turns=40, at_once=8, session_turns=4, max_tokens=12)
         await load.run()

@@ -169,7 +169,9 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS.keys(), "TP"))
-def test_equals_float64_in_every_layout(pool: RankPool, model: Path, layout: str, loss: str) -> None:
+def test_top_token_losses_equal_float64_in_every_layout(
+    pool: RankPool, model: Path, layout: str, loss: str
+) -> None:
     """Two optimizer steps. Rows share prefixes, and some have fewer candidates, or none."""
     algorithm = LOSSES[loss]
     trainer = pool.build(model, layout=LAYOUTS[layout], train=EXACT, algorithm=algorithm)
@@ -189,7 +191,7 @@ def test_equals_float64_in_every_layout(pool: RankPool, model: Path, layout: str
         assert gap < BOUND, f"step {at}: {tensor}"
 
 
-def test_a_batch_without_any_is_refused(pool: RankPool, model: Path) -> None:
+def test_batch_without_top_tokens_is_refused(pool: RankPool, model: Path) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=LOSSES["simko"])
     start = trainer.weights()
     with pytest.raises(
@@ -199,7 +201,7 @@ def test_a_batch_without_any_is_refused(pool: RankPool, model: Path) -> None:
     assert all(np.array_equal(weight, start[key]) for key, weight in trainer.weights().items())
 
 
-def test_another_loss_does_not_read_them(pool: RankPool, model: Path) -> None:
+def test_loss_that_does_not_need_top_tokens_ignores_them(pool: RankPool, model: Path) -> None:
     """Bit for bit the step of the same rows without any."""
     results = []
     for batch in (batch_with_top(5), random_batch(5)):

@@ -18,7 +18,7 @@ K = 6
 TEMPERATURE = 0.7
 
 
-async def test_they_are_the_models_own_at_the_sampling_temperature(
+async def test_top_tokens_of_an_engine_equal_the_models_at_the_sampling_temperature(
     tiny_fleet: Fleet, tiny_model: Path
 ) -> None:
     prompt = [1, 30, 40]

@@ -106,7 +106,7 @@ def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[T
     ),
     ids=["data", "tensor", "pipeline", "expert"],
 )
-async def test_two_ranks_train_and_the_death_of_one_is_an_error(
+async def test_two_ranks_train_and_the_death_of_a_rank_ends_both(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     if layout.expert > 1:
@@ -196,7 +196,7 @@ def stand_in(rank: int, behaviour: str) -> ActorHandle[TrainActor]:
         (("answer", "wait"), DeadlineError, "1 of 2 trainer ranks to finish start"),
     ],
 )
-async def test_where_one_rank_fails_none_is_left(
+async def test_failure_of_one_rank_at_the_start_leaves_no_rank(
     behaviours: tuple[str, ...], error: type[Exception], message: str
 ) -> None:
     actors = [stand_in(rank, behaviour) for rank, behaviour in enumerate(behaviours)]
@@ -215,9 +215,7 @@ async def test_where_one_rank_fails_none_is_left(
     assert still_running(processes, within_s=60) == []
 
 
-async def test_a_rank_that_is_stopped_is_named_while_it_works_and_while_it_waits(
-    pool: RankPool, tmp_path: Path
-) -> None:
+async def test_stopped_rank_is_named_whether_it_works_or_waits(pool: RankPool, tmp_path: Path) -> None:
     """Nobody else would tell: it keeps its sockets, and the other rank waits for it in a collective."""
     model = make_tiny_model(tmp_path / "model")
     actors = rank_actors(model)

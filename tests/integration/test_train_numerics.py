@@ -38,7 +38,9 @@ def prompts(seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("tied", first_quick([False, True]), ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: str, tied: bool) -> None:
+def test_two_steps_of_each_family_equal_hugging_face(
+    pool: RankPool, tmp_path: Path, family: str, tied: bool
+) -> None:
     """Two optimizer steps of several micro-batches each, with everything in the loss: clip, correction,
     KL. The second step has ratios other than 1."""
     model = make_family_model(tmp_path / "model", family, tie_word_embeddings=tied)
@@ -66,7 +68,7 @@ def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: str, tied: 
         assert gap < BOUND, f"step {at}: {name}"
 
 
-def test_old_from_the_engine(pool: RankPool, tmp_path: Path) -> None:
+def test_engine_logprobs_as_old_equal_float64(pool: RankPool, tmp_path: Path) -> None:
     """Ratios are to the engine's log-probs already in the first step; nothing is left to correct."""
     model = make_tiny_model(tmp_path / "model")
     algorithm = AlgorithmConfig(old_logprobs="engine")
@@ -82,7 +84,7 @@ def test_old_from_the_engine(pool: RankPool, tmp_path: Path) -> None:
     assert gap < BOUND, name
 
 
-def test_old_is_the_trainer_s_own_unless_told_otherwise(pool: RankPool, tmp_path: Path) -> None:
+def test_old_logprobs_are_the_trainers_own_by_default(pool: RankPool, tmp_path: Path) -> None:
     """In the one step of the default settings old is the current policy: every ratio is 1, nothing is
     clipped, and the distance to the engine's log-probs is in the correction."""
     model = make_tiny_model(tmp_path / "model")
@@ -114,7 +116,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     first_quick([YARN, LLAMA3, {"rope_type": "linear", "factor": 3.0}]),
     ids=lambda scaling: scaling["rope_type"],
 )
-def test_scaled_rotary_positions(pool: RankPool, tmp_path: Path, scaling: dict[str, Any]) -> None:
+def test_scaled_rotary_positions_equal_hugging_face(
+    pool: RankPool, tmp_path: Path, scaling: dict[str, Any]
+) -> None:
     """They differ from plain ones in slow angles, so at far positions."""
     model = make_tiny_model(tmp_path / "model", family="llama", head_dim=32)
     ids = np.random.default_rng(0).integers(10, 500, 1500).tolist()
@@ -135,7 +139,7 @@ def test_scaled_rotary_positions(pool: RankPool, tmp_path: Path, scaling: dict[s
     assert relative(measured, scaled) < BOUND
 
 
-def test_the_padding_s_row_has_a_gradient(pool: RankPool, tmp_path: Path) -> None:
+def test_embedding_of_the_padding_token_has_a_gradient(pool: RankPool, tmp_path: Path) -> None:
     """An id is an id: a model that samples its padding token, or reads it, learns from it."""
     model = make_tiny_model(tmp_path / "model", tie_embeddings=False)
     trainer = pool.build(model, train=EXACT)
@@ -153,7 +157,9 @@ def test_the_padding_s_row_has_a_gradient(pool: RankPool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
+def test_exported_weights_equal_the_loaded_weights(
+    pool: RankPool, tmp_path: Path, family: str, dtype: str
+) -> None:
     """Byte for byte: the Hugging Face folder, and what engines are sent."""
     tied = family == "llama"
     model = make_family_model(tmp_path / "model", family, dtype=dtype, tie_word_embeddings=tied)
@@ -170,7 +176,7 @@ def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize("family", named_quick(CONFIGS.keys(), "gemma3_text", "glm4_moe"))
-def test_a_checkpoint_comes_back(pool: RankPool, tmp_path: Path, family: str) -> None:
+def test_checkpoint_restores_weights_and_optimizer(pool: RankPool, tmp_path: Path, family: str) -> None:
     """Weights and optimizer: the next step after loading is that of the trainer which saved."""
     model = make_family_model(tmp_path / "model", family)
     trainer = pool.build(model, train=EXACT)
@@ -200,13 +206,17 @@ def check_first_gradient(pool: RankPool, model: Path) -> None:
 
 
 @pytest.mark.parametrize("normalized", first_quick([True, False]))
-def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, normalized: bool) -> None:
+def test_weights_of_the_chosen_experts_are_normalized_as_config_json_says(
+    pool: RankPool, tmp_path: Path, normalized: bool
+) -> None:
     """Divided by their sum or not, as config.json says."""
     model = make_family_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=normalized)
     check_first_gradient(pool, model)
 
 
-def test_latent_attention_with_queries_of_the_hidden_state(pool: RankPool, tmp_path: Path) -> None:
+def test_latent_attention_without_a_query_projection_equals_hugging_face(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """As Moonlight has it, whose experts are in no groups either."""
     model = make_family_model(
         tmp_path / "model", "deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None
@@ -215,7 +225,7 @@ def test_latent_attention_with_queries_of_the_hidden_state(pool: RankPool, tmp_p
 
 
 @pytest.mark.parametrize("given", ["", "{{ messages[0].content }}"])
-def test_a_saved_model_has_the_template_that_it_was_trained_with(
+def test_saved_model_has_the_chat_template_it_was_trained_with(
     pool: RankPool, tmp_path: Path, given: str
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
@@ -229,7 +239,7 @@ def test_a_saved_model_has_the_template_that_it_was_trained_with(
 @pytest.mark.parametrize("share", first_quick([True, False]))
 @pytest.mark.parametrize("max_tokens", first_quick([40, 4096]))
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_each_row_is_as_if_it_were_alone(
+def test_packed_rows_have_the_logprobs_of_each_row_alone(
     pool: RankPool, tmp_path: Path, family: str, share: bool, max_tokens: int
 ) -> None:
     """Every way that a tree may be laid out, against one row at a time, without a window and with one."""

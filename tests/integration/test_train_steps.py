@@ -42,7 +42,8 @@ def settings(*, sharded: bool = True, **fields: object) -> TrainConfig:
 
 def one_rollout(batch: TrainBatch) -> TrainBatch:
     """A batch that has nothing for a second rank."""
-    (sample, advantages_T) = (batch.samples[0], batch.advantages[0])
+    sample = batch.samples[0]
+    advantages_T = batch.advantages[0]
     return TrainBatch(
         batch_id=batch.batch_id,
         version=batch.version,
@@ -86,7 +87,7 @@ def test_two_ranks_take_the_steps_of_one(
             assert measured[key] == pytest.approx(single[key], rel=1e-4, abs=1e-6), key
 
 
-def test_the_distributed_optimizer_changes_nothing(
+def test_distributed_optimizer_takes_the_same_steps(
     pool: RankPool, model: Path, alone: tuple[list[dict[str, float]], Arrays]
 ) -> None:
     trainer = pool.build(model, train=settings(sharded=True), algorithm=ALGORITHM)
@@ -99,7 +100,7 @@ def test_the_distributed_optimizer_changes_nothing(
 @pytest.mark.parametrize(
     "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
 )
-def test_a_checkpoint_resumes_as_if_nothing_had_happened(
+def test_checkpoint_resumes_exactly(
     pool: RankPool, model: Path, tmp_path: Path, sharded: bool, dtype: str
 ) -> None:
     """Adam's moments and step counts, master weights that bf16 cannot hold, and the schedule are in it."""
@@ -160,7 +161,7 @@ def groups_of(batch: TrainBatch) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_a_batch_without_signal_is_as_if_it_had_never_been(pool: RankPool, model: Path, ranks: int) -> None:
+def test_batch_without_signal_changes_no_state(pool: RankPool, model: Path, ranks: int) -> None:
     """Adam's momentum and weight decay would move the weights under a gradient of 0, and the schedule would
     go on."""
     train = settings(weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=8)
@@ -169,7 +170,9 @@ def test_a_batch_without_signal_is_as_if_it_had_never_been(pool: RankPool, model
     start = trainer.weights()
     silent = without_signal(BATCHES[2], groups=frozenset(groups_of(BATCHES[2])))
     numbers = resolve(trainer.train(silent, steps=2))
-    assert (numbers["optimizer_steps"], numbers["skipped_steps"], numbers["grad_norm"]) == (0, 2, 0)
+    assert numbers["optimizer_steps"] == 0
+    assert numbers["skipped_steps"] == 2
+    assert numbers["grad_norm"] == 0
     assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
     after = resolve(trainer.train(BATCHES[2], steps=2))
     assert (after["optimizer_steps"], after["skipped_steps"]) == (2, 0)
@@ -180,7 +183,7 @@ def test_a_batch_without_signal_is_as_if_it_had_never_been(pool: RankPool, model
     assert all(np.array_equal(weight, weights[name]) for name, weight in other.weights().items())
 
 
-def test_of_two_mini_batches_the_one_without_signal_makes_no_step(pool: RankPool, model: Path) -> None:
+def test_mini_batch_without_signal_makes_no_step(pool: RankPool, model: Path) -> None:
     trainer = pool.build(model, train=settings())
     first, *_ = groups_of(BATCHES[0])
     half = without_signal(BATCHES[0], groups=frozenset(groups_of(BATCHES[0])[:2]))
@@ -190,7 +193,7 @@ def test_of_two_mini_batches_the_one_without_signal_makes_no_step(pool: RankPool
     assert len(trainer.steps()) == 2
 
 
-def test_advantages_of_zero_with_a_kl_term_make_a_step(pool: RankPool, model: Path) -> None:
+def test_zero_advantages_with_a_kl_term_make_a_step(pool: RankPool, model: Path) -> None:
     """The term pulls back to the reference once the policy has left it."""
     trainer = pool.build(model, train=settings(), algorithm=ALGORITHM)
     trainer.train(BATCHES[0])
@@ -231,7 +234,7 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Pa
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
+def test_saving_needs_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
     """Megatron's own saver copies the optimizer's state two or three times, and forks its writers. A copy to
     write beside training takes what the estimate says, on one rank."""
     model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
@@ -255,7 +258,7 @@ def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
     ("ranks", "dtype", "sharded"),
     first_quick([(2, "float32", True), (1, "float32", True), (1, "bfloat16", False)]),
 )
-def test_a_checkpoint_written_beside_training_is_of_the_step_it_was_copied_in(
+def test_checkpoint_written_during_training_is_of_the_step_it_was_copied_in(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
 ) -> None:
     """Byte for byte that which is written at once, whatever the steps change meanwhile."""
@@ -285,7 +288,7 @@ def test_a_checkpoint_written_beside_training_is_of_the_step_it_was_copied_in(
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_checksums_of_what_was_written_are_those_of_the_files(
+def test_recorded_checksums_equal_those_of_the_written_files(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int
 ) -> None:
     """Every file whose size grows with the model is among them."""
@@ -301,7 +304,7 @@ def test_checksums_of_what_was_written_are_those_of_the_files(
         assert large <= entries.keys() | {"tokenizer.json"}
 
 
-def test_a_checkpoint_is_never_written_over_another_nor_read_from_nothing(
+def test_save_refuses_a_folder_that_is_not_empty_and_load_a_missing_folder(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
     trainer = pool.build(model)
@@ -312,7 +315,7 @@ def test_a_checkpoint_is_never_written_over_another_nor_read_from_nothing(
         trainer.each("load", str(tmp_path / "none"))
 
 
-def test_steps_too_small_for_bf16_add_up(pool: RankPool, model: Path) -> None:
+def test_steps_too_small_for_bfloat16_accumulate(pool: RankPool, model: Path) -> None:
     """A norm's weight is near 1, where bf16 has steps of 0.004 or more; Adam moves it by 0.0002."""
     trainer = pool.build(model, train=settings(train_dtype="bfloat16", lr=2e-4))
 
@@ -352,7 +355,7 @@ def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
 @pytest.mark.parametrize("bad", first_quick([np.nan, np.inf]))
-def test_a_loss_that_is_not_finite_changes_nothing(
+def test_loss_that_is_not_finite_changes_no_state(
     pool: RankPool, model: Path, bad: float, ranks: int
 ) -> None:
     """Not even what comes after: the next batch is trained as if the bad one had never been. Of two ranks one
@@ -362,7 +365,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     trainer.train(BATCHES[0])
     start = trainer.weights()
     numbers = resolve(trainer.train(with_advantage(BATCHES[1], bad)))
-    assert (numbers["optimizer_steps"], numbers["nonfinite_steps"], numbers["skipped_steps"]) == (0, 1, 0)
+    assert numbers["optimizer_steps"] == 0
+    assert numbers["nonfinite_steps"] == 1
+    assert numbers["skipped_steps"] == 0
     assert all(np.isfinite(value) for value in numbers.values()), numbers
     assert "loss" not in numbers
     assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
@@ -378,9 +383,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(
-    pool: RankPool, model: Path, ranks: int
-) -> None:
+def test_too_many_nonfinite_steps_in_a_row_end_the_run(pool: RankPool, model: Path, ranks: int) -> None:
     """A step between them that is finite starts the count again; mini-batches count one by one."""
     trainer = pool.build(model, ranks=ranks, train=settings(max_nonfinite_steps=2))
     bad = with_advantage(BATCHES[0], np.nan)
@@ -393,7 +396,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(
     assert all(np.array_equal(weight, weights[name]) for name, weight in trainer.weights().items())
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(pool: RankPool, model: Path) -> None:
+def test_gradient_that_is_not_finite_changes_no_state(pool: RankPool, model: Path) -> None:
     """The loss of this surrogate is 0, its gradient is not a number."""
     trainer = pool.build(
         model,
@@ -409,7 +412,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pool: RankPool, model: Pa
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_nothing_to_train_makes_no_step(pool: RankPool, model: Path, ranks: int) -> None:
+def test_batch_without_trained_tokens_makes_no_step(pool: RankPool, model: Path, ranks: int) -> None:
     """A batch of rows without a trained token, and a batch without rows."""
     trainer = pool.build(model, ranks=ranks, train=settings(weight_decay=0.1))
     start = trainer.weights()
@@ -423,7 +426,9 @@ def test_nothing_to_train_makes_no_step(pool: RankPool, model: Path, ranks: int)
     )
     for batch in (empty, replace(empty, samples=(), advantages=())):
         numbers = resolve(trainer.train(batch, steps=2))
-        assert (numbers["optimizer_steps"], numbers["skipped_steps"], numbers["tokens"]) == (0, 0, 0)
+        assert numbers["optimizer_steps"] == 0
+        assert numbers["skipped_steps"] == 0
+        assert numbers["tokens"] == 0
         assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
 
 

@@ -156,7 +156,7 @@ async def updates(
 
 
 @pytest.mark.parametrize("updates", [RETRACT, IN_PLACE], ids=["retract", "in_place"], indirect=True)
-async def test_every_token_of_8_streams_is_of_its_version_through_50_updates(
+async def test_every_token_of_8_streams_has_its_true_version_over_50_updates(
     updates: Updates, request: pytest.FixtureRequest, record_property: pytest.RecordProperty
 ) -> None:
     keeps_cache = "in_place" in request.node.name
@@ -191,7 +191,7 @@ async def test_every_token_of_8_streams_is_of_its_version_through_50_updates(
 
 
 @pytest.mark.parametrize("updates", [IN_PLACE], ids=["in_place"], indirect=True)
-async def test_new_requests_do_not_reuse_what_older_weights_cached(updates: Updates) -> None:
+async def test_new_requests_do_not_reuse_the_cache_of_older_weights(updates: Updates) -> None:
     """Neither what had ended before an update, nor what was in flight."""
     ended = list(range(100, 200))
     in_flight = list(range(200, 300))
@@ -215,7 +215,7 @@ async def test_new_requests_do_not_reuse_what_older_weights_cached(updates: Upda
 
 
 @pytest.mark.parametrize("updates", [DRAIN], ids=["drain"], indirect=True)
-async def test_a_drain_lets_requests_end_and_new_ones_wait(updates: Updates) -> None:
+async def test_drain_lets_running_requests_end_and_holds_new_requests(updates: Updates) -> None:
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(3)]
     before = Update.version
     begun = [asyncio.Event() for _ in prompts]
@@ -240,7 +240,7 @@ async def test_a_drain_lets_requests_end_and_new_ones_wait(updates: Updates) -> 
 
 
 @pytest.mark.parametrize("updates", [SHORT_DRAIN], ids=["short"], indirect=True)
-async def test_what_does_not_end_in_time_is_retracted(
+async def test_request_that_outlasts_the_drain_is_retracted(
     updates: Updates, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = [1, 20, 30, 40]
@@ -255,12 +255,13 @@ async def test_what_does_not_end_in_time_is_retracted(
 
 
 @pytest.mark.parametrize("updates", [RETRACT], ids=["retract"], indirect=True)
-async def test_the_canary_is_computed_before_what_a_resume_brings_back(
+async def test_canary_is_computed_before_retracted_requests(
     updates: Updates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 contexts have to be computed again. Only what shares the canary's first steps is before it."""
     [receiver] = await updates.update.transaction.receivers()
-    ask, resume = receiver.logprobs, receiver.resume
+    ask = receiver.logprobs
+    resume = receiver.resume
     chunks: Counter[int] = Counter()
     chunks_at_resume: Counter[int] = Counter()
     before_canary: list[int] = []
@@ -288,7 +289,7 @@ async def test_the_canary_is_computed_before_what_a_resume_brings_back(
 
 
 @pytest.mark.parametrize("updates", [IN_PLACE], ids=["in_place"], indirect=True)
-async def test_a_full_engine_makes_room_for_the_canary(
+async def test_full_engine_makes_room_for_the_canary(
     updates: Updates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_receiver, "_ROOM_DEADLINE_S", 1.0)

@@ -54,11 +54,11 @@ def view(browser: Any, recorded: RecordedRun, tmp_path: Path) -> Iterator[View]:
         yield view
 
 
-def test_every_page_opens_and_hostile_texts_stay_text(view: View) -> None:
+def test_every_page_of_view_opens_and_hostile_texts_stay_text(view: View) -> None:
     view.open_all()
 
 
-def test_a_conversation_with_hostile_calls_and_its_tokens(view: View) -> None:
+def test_conversation_with_hostile_calls_and_its_tokens_are_shown_as_text(view: View) -> None:
     page = view.open(
         "rollouts?sort=best&task=" + re.sub("[^a-z]", lambda found: f"%{ord(found[0]):02X}", HOSTILE)
     )
@@ -107,7 +107,7 @@ _FILTERS = [
 ]
 
 
-def test_every_filter_chooses_the_rows_that_it_names(view: View) -> None:
+def test_every_filter_selects_its_rows(view: View) -> None:
     page = view.open("rollouts")
     view.wait_for_count(6)
     for filters, count in _FILTERS:
@@ -120,7 +120,7 @@ def test_every_filter_chooses_the_rows_that_it_names(view: View) -> None:
         assert page.locator(".chip").count() >= 1, filters
 
 
-def test_a_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
+def test_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
     page = view.open("rollouts")
     view.wait_for_count(6)
     page.wait_for_timeout(1600)  # The table leaves its reader that long between two changes.
@@ -133,14 +133,14 @@ def test_a_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
     page.wait_for_selector("figure.chart >> nth=0 >> text=0.875")
 
 
-def test_the_page_is_refused_without_its_key(browser: Any, view: View) -> None:
+def test_view_page_is_refused_without_its_key(browser: Any, view: View) -> None:
     page = browser.new_page()
     answer = page.goto(view.url.partition("?")[0])
     assert answer.status == 401
     page.close()
 
 
-def test_an_export_opens_from_disk(browser: Any, recorded: RecordedRun, tmp_path: Path) -> None:
+def test_export_of_a_run_opens_from_disk(browser: Any, recorded: RecordedRun, tmp_path: Path) -> None:
     folder = tmp_path / "sent to someone"
     process = invrl_view(str(recorded.folder.path), "--export", str(folder), cache=tmp_path / "cache")
     assert process.wait(120) == 0

@@ -154,7 +154,7 @@ _TYPED += [(f"{bound}_{name}", "0.5") for name in [*_RANGED, "component"] for bo
 
 
 @pytest.mark.parametrize(("name", "value"), first_quick(_CHOICES))
-def test_each_choice_filters_and_is_in_the_url(reader: Reader, name: str, value: str) -> None:
+def test_each_chosen_filter_is_applied_and_in_the_url(reader: Reader, name: str, value: str) -> None:
     page = reader.open("rollouts")
     page.select_option(f"select[name={name}]", value)
     reader.wait(f"location.hash.includes('{name}={value}')")
@@ -166,7 +166,7 @@ def test_each_choice_filters_and_is_in_the_url(reader: Reader, name: str, value:
 
 
 @pytest.mark.parametrize(("name", "value"), first_quick(_TYPED))
-def test_each_typed_filter_is_asked_for(reader: Reader, name: str, value: str) -> None:
+def test_each_typed_filter_is_sent_to_the_server(reader: Reader, name: str, value: str) -> None:
     page = reader.open("rollouts")
     page.fill(f"input[name={name}]", value)
     page.press(f"input[name={name}]", "Tab")
@@ -186,7 +186,7 @@ def test_a_url_with_filters_shows_the_same_rows(reader: Reader) -> None:
 @pytest.mark.parametrize(
     "sort", first_quick(["best", "worst", "surprising", "reward", "tokens", "staleness"])
 )
-def test_sorts_are_asked_for(reader: Reader, sort: str) -> None:
+def test_each_sort_order_is_sent_to_the_server(reader: Reader, sort: str) -> None:
     page = reader.open("rollouts")
     page.select_option("#sort", sort)
     reader.wait(f"location.hash.includes('sort={sort}')")
@@ -194,7 +194,7 @@ def test_sorts_are_asked_for(reader: Reader, sort: str) -> None:
     reader.wait_asked("runs/first/rollouts", "sort", sort)
 
 
-def test_a_column_sorts_both_ways(reader: Reader) -> None:
+def test_clicking_a_column_sorts_both_ways(reader: Reader) -> None:
     page = reader.open("rollouts")
     page.click("th button:has-text('Reward')")
     page.wait_for_selector("th[aria-sort=descending]:has-text('Reward')")
@@ -203,7 +203,7 @@ def test_a_column_sorts_both_ways(reader: Reader) -> None:
     reader.wait_asked("runs/first/rollouts", "order", "asc")
 
 
-def test_search_asks_for_what_was_said(reader: Reader) -> None:
+def test_search_text_is_sent_to_the_server(reader: Reader) -> None:
     page = reader.open("rollouts")
     page.keyboard.press("/")
     page.keyboard.type('"two words"')
@@ -235,7 +235,7 @@ def test_keys_lead_from_the_table_through_the_rollouts_and_back(reader: Reader) 
     page.keyboard.press("Escape")
 
 
-def test_only_rows_in_sight_are_elements_and_pages_come_as_they_are_reached(reader: Reader) -> None:
+def test_table_renders_only_visible_rows_and_loads_pages_on_scrolling(reader: Reader) -> None:
     page = reader.open("rollouts?run=first")
     page.wait_for_selector("table.data tbody tr.link")
     assert page.eval_on_selector_all("table.data tbody tr", "rows => rows.length") < 80
@@ -244,7 +244,7 @@ def test_only_rows_in_sight_are_elements_and_pages_come_as_they_are_reached(read
     reader.wait_asked("runs/first/rollouts", "offset", "200")
 
 
-def test_one_task_over_the_steps_shows_what_was_said_last(reader: Reader) -> None:
+def test_task_page_shows_the_last_reply_of_each_step(reader: Reader) -> None:
     page = reader.open(f"tasks/{quote(ROWS[0]['task'], safe='')}?run=first")
     page.wait_for_selector(".columns .card")
     card = page.locator(".card >> nth=0")
@@ -261,9 +261,7 @@ def test_one_task_over_the_steps_shows_what_was_said_last(reader: Reader) -> Non
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_the_columns_of_a_task_scroll_and_the_page_does_not(
-    browser: Any, server: ScriptedViewer, width: int
-) -> None:
+def test_columns_of_a_task_scroll_without_the_page(browser: Any, server: ScriptedViewer, width: int) -> None:
     reader = Reader(browser, server, width)
     page = reader.open(f"tasks/{quote(ROWS[0]['task'], safe='')}?run=first")
     page.wait_for_selector(".columns .card")
@@ -274,7 +272,7 @@ def test_the_columns_of_a_task_scroll_and_the_page_does_not(
     page.close()
 
 
-def test_a_fork_tells_why_and_where(reader: Reader) -> None:
+def test_fork_shows_its_reason_and_place(reader: Reader) -> None:
     page = reader.open("rollout/s-0006")
     note = page.inner_text(".fork")
     assert "branches off turn 1; the first 2 of its 3 messages are as there" in note
@@ -302,7 +300,7 @@ def test_a_fork_tells_why_and_where(reader: Reader) -> None:
         ]
     ),
 )
-def test_tokens_are_coloured_and_tell_their_numbers(reader: Reader, colour: str, legend: str) -> None:
+def test_tokens_are_coloured_and_show_their_numbers(reader: Reader, colour: str, legend: str) -> None:
     page = reader.open(f"rollout/s-0006?view=tokens&colour={colour}")
     page.wait_for_selector(".tokens.sampled")
     assert legend in page.inner_text(".tokens-place .legend")
@@ -319,7 +317,7 @@ def test_tokens_are_coloured_and_tell_their_numbers(reader: Reader, colour: str,
     )
 
 
-def test_a_token_tells_what_the_engine_could_have_sampled(reader: Reader) -> None:
+def test_token_shows_the_alternatives_of_the_engine(reader: Reader) -> None:
     page = reader.open("rollout/s-0006?view=tokens")
     page.focus(".sampled .token >> nth=0")
     page.keyboard.press("ArrowRight")
@@ -342,7 +340,7 @@ def test_raw_ids_can_be_copied(browser: Any, server: ScriptedViewer) -> None:
     context.close()
 
 
-def test_a_metric_is_found_among_ten_thousand_and_stays_in_the_url(reader: Reader) -> None:
+def test_chosen_metric_of_ten_thousand_stays_in_the_url(reader: Reader) -> None:
     page = reader.open("overview")
     page.fill("#metric-search", "many/0777")
     page.wait_for_selector("#metric-found button")
@@ -353,7 +351,7 @@ def test_a_metric_is_found_among_ten_thousand_and_stays_in_the_url(reader: Reade
     assert "metrics=many%2F07770" in page.url
 
 
-def test_runs_lie_over_each_other_and_their_settings_differ(reader: Reader) -> None:
+def test_compared_runs_share_a_chart_and_show_their_different_settings(reader: Reader) -> None:
     page = reader.open("overview")
     page.wait_for_selector("figure.chart canvas")
     legend = page.inner_text("figure.chart >> nth=0")
@@ -365,7 +363,7 @@ def test_runs_lie_over_each_other_and_their_settings_differ(reader: Reader) -> N
     reader.wait("!document.querySelector('figure.chart').textContent.includes('second')")
 
 
-def test_a_live_run_updates_what_is_shown(reader: Reader) -> None:
+def test_live_run_updates_charts_and_state(reader: Reader) -> None:
     page = reader.open("overview")
     page.wait_for_selector("#connection >> text=connected")
     reader.server.metric_rows["first"]["rollout/reward_mean"].append([9, 0.0, 0.123])
@@ -383,7 +381,7 @@ def test_progress_of_the_index_is_shown(reader: Reader) -> None:
     assert "so far" in page.inner_text(".count")
 
 
-def test_a_run_on_a_file_shows_its_losses_and_says_once_that_it_has_no_rollouts(reader: Reader) -> None:
+def test_run_on_a_file_shows_losses_and_one_note_that_it_has_no_rollouts(reader: Reader) -> None:
     missing = f"run.sqlite: it is missing {HOSTILE}"
     index = {**reader.server.runs[0]["index"], "error": missing, "rollouts": 0}
     reader.server.runs[0] = {**reader.server.runs[0], "index": index, "notes": [missing]}
@@ -400,7 +398,7 @@ def test_a_run_on_a_file_shows_its_losses_and_says_once_that_it_has_no_rollouts(
     reader.errors.clear()  # the browser tells of every 503
 
 
-def test_an_error_says_what_to_do(browser: Any, server: ScriptedViewer) -> None:
+def test_error_message_shows_the_fix(browser: Any, server: ScriptedViewer) -> None:
     server.fail["runs/first/ledger"] = "The store is locked."
     reader = Reader(browser, server)
     page = reader.open("ledger?run=first")
@@ -410,13 +408,13 @@ def test_an_error_says_what_to_do(browser: Any, server: ScriptedViewer) -> None:
     page.close()
 
 
-def test_what_is_not_there_is_said(reader: Reader) -> None:
+def test_unknown_runs_and_pages_and_empty_results_show_a_message(reader: Reader) -> None:
     assert "not served here" in reader.open("rollouts?run=third").inner_text("main")
     assert "no page" in reader.open("nowhere").inner_text("main")
     assert "No rollout passes" in reader.open("rollouts?run=first&state=lost").inner_text("main")
 
 
-def test_the_theme_is_chosen_and_kept(reader: Reader) -> None:
+def test_chosen_theme_is_kept(reader: Reader) -> None:
     page = reader.open("overview")
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
@@ -445,7 +443,7 @@ def test_charts_have_a_text_alternative(reader: Reader) -> None:
     assert page.locator("figure.chart >> nth=0 >> tbody tr").count() == 8
 
 
-def test_no_file_makes_markup_of_data() -> None:
+def test_no_page_script_renders_data_as_markup() -> None:
     """`innerHTML` and its like would undo what the other tests see; inline code the policy refuses anyway."""
     for path in PAGE.glob("*.js"):
         text = path.read_text()
@@ -463,7 +461,7 @@ def test_every_file_of_the_page_is_loaded_once() -> None:
     )
 
 
-def test_an_export_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_path: Path) -> None:
+def test_export_of_the_page_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_path: Path) -> None:
     """The files as an export lays them out, with two runs, opened without a server."""
     folder = write_export(server, tmp_path / "it is #1")
     page = browser.new_page(viewport={"width": 1280, "height": 800})
@@ -507,7 +505,7 @@ def test_an_export_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_pat
         ]
     ),
 )
-def test_an_export_is_searched_as_the_run_is(
+def test_export_is_searched_like_the_run(
     browser: Any, said_export: tuple[ViewedRun, Path], search: str, found: set[str]
 ) -> None:
     run, folder = said_export

@@ -71,7 +71,7 @@ def fleet_of(
 
 
 @pytest.mark.parametrize("row", quick_by_transport(WEIGHTS_ROWS), ids=str)
-async def test_weights_that_are_wrong(
+async def test_real_engine_rejects_wrong_weights(
     row: WeightsRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender]
 ) -> None:
     fleet = fleet_of(senders, row.transport, tiny_fleet.engines["engine-0"].client)
@@ -80,7 +80,7 @@ async def test_weights_that_are_wrong(
 
 
 @pytest.mark.parametrize("row", first_quick(TRAINER_ROWS), ids=str)
-async def test_a_trainer_that_ends(
+async def test_real_engine_keeps_its_version_when_the_trainer_dies(
     row: TrainerRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender], tmp_path: Path
 ) -> None:
     engine = tiny_fleet.engines["engine-0"]
@@ -92,7 +92,7 @@ async def test_a_trainer_that_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", OWN_ENGINE_ROWS, ids=str)
-async def test_an_engine_that_ends_or_hangs(
+async def test_update_continues_when_a_real_engine_dies_or_hangs(
     row: EngineRow,
     tiny_fleet: Fleet,
     tiny_model: Path,

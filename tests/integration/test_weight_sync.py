@@ -59,7 +59,9 @@ def held(receiver: EngineReceiver):
     return receiver.checksums(staged)
 
 
-async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver: EngineReceiver) -> None:
+async def test_engine_holds_the_trainers_bytes_after_twenty_updates(
+    update: Update, receiver: EngineReceiver
+) -> None:
     for seed in range(20):
         update.sender.train(seed)
         done = await update.run()
@@ -68,7 +70,7 @@ async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver:
     assert done.lost_engines == {}
 
 
-async def test_buckets_carry_the_same_bytes(
+async def test_buckets_carry_the_trainers_bytes(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver
 ) -> None:
     sender = TorchSender(tiny_model, transport="bucket")
@@ -81,7 +83,7 @@ async def test_buckets_carry_the_same_bytes(
     assert await held(bucket) == sender.checksums()
 
 
-async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found(
+async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
     tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path
 ) -> None:
     """Each fault leaves the engine with the old version, which it serves."""
@@ -119,7 +121,7 @@ async def test_folders_carry_the_same_bytes_and_what_is_wrong_with_them_is_found
     assert await held(receiver) == sender.checksums()
 
 
-async def test_a_broadcast_carries_the_same_bytes_and_a_wrong_one_is_found(
+async def test_broadcast_carries_the_trainers_bytes_and_a_wrong_byte_is_found(
     tiny_model: Path, tiny_fleet: Fleet
 ) -> None:
     """With a failure the engine goes back to the old version, by another broadcast."""
@@ -140,7 +142,7 @@ async def test_a_broadcast_carries_the_same_bytes_and_a_wrong_one_is_found(
     assert await receiver.logprobs(CANARY)
 
 
-async def test_an_engine_applies_what_changed_and_gets_all_of_it_if_its_base_is_another(
+async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
 ) -> None:
     """Each fault leaves the engine with the old version, which it serves."""
@@ -180,7 +182,7 @@ async def test_an_engine_applies_what_changed_and_gets_all_of_it_if_its_base_is_
     assert await held(follower) == sender.checksums()
 
 
-async def test_an_engine_fetches_what_changed_from_the_trainer(
+async def test_engine_fetches_deltas_from_the_trainer(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
 ) -> None:
     """A trainer that is not reached leaves the engine with the old version, which it serves."""
@@ -225,7 +227,7 @@ async def test_an_engine_fetches_what_changed_from_the_trainer(
 @pytest.mark.parametrize(
     "layout", first_quick([ParallelLayout(tensor=2), ParallelLayout()]), ids=["tp2", "one"]
 )
-async def test_an_engine_fetches_what_a_trainer_rank_serves(
+async def test_engine_fetches_deltas_from_a_trainer_rank(
     pool: RankPool, tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     trainer = pool.build(
@@ -257,7 +259,7 @@ def encode(handle: ServedHandle) -> str:
     return msgspec.json.encode(handle).decode()
 
 
-async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(
+async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
     tiny_model: Path, tiny_fleet: Fleet
 ) -> None:
     """Also after a failed update: it goes back to the slot before."""
@@ -295,7 +297,7 @@ async def test_an_engine_that_aliases_the_arena_serves_what_was_staged(
     ),
     ids=["tp2pp2", "tp2", "pp2", "cp2", "dp2"],
 )
-async def test_three_updates_of_any_layout_leave_the_bytes_of_its_own_export(
+async def test_engine_holds_the_exported_bytes_after_three_updates_of_any_layout(
     pool: RankPool, tiny_model: Path, receiver: EngineReceiver, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     """The canary proves that these are the weights that the ranks trained."""
@@ -314,7 +316,7 @@ async def test_three_updates_of_any_layout_leave_the_bytes_of_its_own_export(
 
 class TestRefusedBeforeAByteMoved:
     @pytest.mark.parametrize("fault", ["shape", "name", "dtype", "missing", "twice_as_long"])
-    async def test_layout(
+    async def test_wrong_layout_is_refused_and_the_engine_keeps_its_weights(
         self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver
     ) -> None:
         before = await held(receiver)
@@ -375,7 +377,7 @@ class Dropping(BucketReceiver):
 
 
 class TestMutationsTrip:
-    async def test_q_and_k_swapped_by_the_trainer_trip_the_canary(self, update: Update) -> None:
+    async def test_q_and_k_swapped_by_the_trainer_are_found_by_the_canary(self, update: Update) -> None:
         update.sender.train(1)
         update.sender.mistake = swap_q_and_k
         with pytest.raises(CanaryError, match="another model"):
@@ -384,7 +386,7 @@ class TestMutationsTrip:
         Update.version += 1
         await update.run()
 
-    async def test_q_and_k_swapped_on_the_way_trip_the_checksum(
+    async def test_q_and_k_swapped_in_transport_are_found_by_the_checksum(
         self, update: Update, receiver: EngineReceiver
     ) -> None:
         before = update.sender.checksums()
@@ -405,7 +407,7 @@ class TestMutationsTrip:
         assert await held(receiver) == before  # the old weights are back
         assert await receiver.logprobs(CANARY)
 
-    async def test_a_skipped_update_trips_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
+    async def test_skipped_update_is_found_by_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
         skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
         other = Update(update.sender, [skipping])
         update.sender.train(3)
@@ -416,7 +418,7 @@ class TestMutationsTrip:
         await skipping.resume()
         await update.run()
 
-    async def test_a_dropped_bucket_trips_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
+    async def test_dropped_bucket_is_found_by_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
         sender = TorchSender(tiny_model, transport="bucket")
         dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
         dropping.drop = False
@@ -433,7 +435,7 @@ class TestMutationsTrip:
         assert await held(dropping) == sender.checksums()
 
 
-async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
+async def test_missing_arena_is_an_error_and_the_engine_lives(
     update: Update, receiver: EngineReceiver
 ) -> None:
     staged = await update.sender.stage(WeightVersion(1))
@@ -446,7 +448,9 @@ async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
     assert await receiver.logprobs(CANARY)
 
 
-async def test_buckets_staged_again_after_a_failure_leave_those_before_whole(tiny_model: Path) -> None:
+async def test_buckets_staged_again_after_a_failure_leave_the_previous_version_whole(
+    tiny_model: Path,
+) -> None:
     sender = TorchSender(tiny_model, transport="bucket")
     for version in (1, 2, 2, 3, 3):
         await sender.stage(WeightVersion(version))

@@ -76,7 +76,8 @@ class Reference:
             sampled = torch.from_numpy(sample.rollout_logprobs_T[sample.loss_mask_T]).double()
             advantage = torch.from_numpy(advantages_T[sample.loss_mask_T]).double()
             ratio = torch.exp(current - before)
-            low, high = 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
+            low = 1 - algorithm.eps_clip_low
+            high = 1 + algorithm.eps_clip_high
             surrogate = torch.min(ratio * advantage, torch.clip(ratio, low, high) * advantage)
             if algorithm.dual_clip:
                 surrogate = torch.where(

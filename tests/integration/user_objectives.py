@@ -27,7 +27,8 @@ class Everything:
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         assert inputs.reference_N is not None
         assert inputs.entropy_N is not None
-        rows, denominators = inputs.rows, inputs.denominators
+        rows = inputs.rows
+        denominators = inputs.denominators
         weight_N = inputs.columns["weight"]
         gap_N = inputs.current_N - inputs.reference_N
         per_row_R = inputs.numbers["score"] * rows.mean(weight_N * gap_N.square())

@@ -41,7 +41,7 @@ def failing(error: Exception) -> ActorHandle[Adder]:
     return answering(answer)
 
 
-async def test_arguments_and_the_answer_pass() -> None:
+async def test_actor_handle_passes_arguments_and_the_reply() -> None:
     answer: Future[int] = Future()
     answer.set_result(3)
     calls: list[object] = []
@@ -49,14 +49,14 @@ async def test_arguments_and_the_answer_pass() -> None:
     assert calls == [((1,), {"second": 2})]
 
 
-async def test_an_actor_that_does_not_answer_is_named_with_the_method() -> None:
+async def test_silent_actor_is_named_with_the_called_method() -> None:
     with pytest.raises(ActorSilentError, match=r"waited 0\.0 s for the adder to answer add\(\)") as raised:
         await answering(Future()).call(Adder.add, 0.01, 1, second=2)
     assert isinstance(raised.value, DeadlineError)
 
 
 @pytest.mark.parametrize("error", [RayActorError(), TaskCancelledError()])
-async def test_an_actor_that_died_is_named_with_the_method(error: Exception) -> None:
+async def test_dead_actor_is_named_with_the_called_method(error: Exception) -> None:
     with pytest.raises(ActorDiedError, match=r"the adder died before it answered add\(\)") as raised:
         await failing(error).call(Adder.add, 60.0, 1, second=2)
     assert isinstance(raised.value, ServerError)
@@ -65,7 +65,7 @@ async def test_an_actor_that_died_is_named_with_the_method(error: Exception) -> 
 @pytest.mark.parametrize(
     "cause", [ZeroDivisionError("no"), TimeoutError("late"), DeadlineError("a batch", 1)]
 )
-async def test_what_the_method_raised_keeps_its_type(cause: Exception) -> None:
+async def test_error_of_an_actor_method_keeps_its_type(cause: Exception) -> None:
     """A TimeoutError of the method is not a deadline of the call."""
     error = RayTaskError("add", "its traceback", cause).as_instanceof_cause()
     with pytest.raises(type(cause)) as raised:
@@ -73,7 +73,7 @@ async def test_what_the_method_raised_keeps_its_type(cause: Exception) -> None:
     assert type(raised.value) is type(cause)
 
 
-async def test_a_call_that_is_cancelled_is_cancelled() -> None:
+async def test_cancelled_call_of_an_actor_is_cancelled() -> None:
     call = asyncio.ensure_future(answering(Future()).call(Adder.add, 3600.0, 1, second=2))
     await asyncio.sleep(0)
     call.cancel()

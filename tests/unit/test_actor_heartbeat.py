@@ -65,7 +65,7 @@ class Asked:
         return self.answer
 
 
-async def test_who_does_not_answer_is_named_and_killed(start: Callable[[str], subprocess.Popen[str]]) -> None:
+async def test_silent_process_is_named_and_killed(start: Callable[[str], subprocess.Popen[str]]) -> None:
     process = start("import sys; print('up', flush=True); sys.stdin.read()")
     assert line(process) == "up"
     process.send_signal(signal.SIGSTOP)
@@ -78,18 +78,18 @@ async def test_who_does_not_answer_is_named_and_killed(start: Callable[[str], su
     assert process.wait(60) == -signal.SIGKILL
 
 
-async def test_a_process_of_another_host_is_named_and_not_killed() -> None:
+async def test_silent_process_of_another_host_is_named_and_not_killed() -> None:
     heart = ActorHeartbeat("the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2)
     with pytest.raises(ServerError, match=f"process {os.getpid()} on elsewhere"):
         await asyncio.wait_for(heart.watch(), 300)
 
 
-async def test_silence_before_the_first_answer_counts() -> None:
+async def test_silence_before_the_first_heartbeat_counts() -> None:
     with pytest.raises(ServerError, match="the buffer has not answered"):
         await asyncio.wait_for(ActorHeartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300)
 
 
-async def test_who_is_silent_but_works_is_alive(
+async def test_silent_process_that_uses_its_cpu_is_alive(
     start: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a library that holds the interpreter's lock. It answers in the end; then it stops for good."""
@@ -118,7 +118,7 @@ async def test_who_is_silent_but_works_is_alive(
     assert heard.is_set(), "it was killed while it worked"
 
 
-async def test_one_that_raises_is_left_to_who_called_it() -> None:
+async def test_actor_whose_heartbeat_raises_is_left_to_its_callers() -> None:
     calls = 0
     enough = asyncio.Event()
 
@@ -155,7 +155,7 @@ def watch(
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_the_end_of_a_ray_process_is_told_at_once(
+def test_death_of_a_ray_process_is_reported_at_once(
     start: Callable[[str], subprocess.Popen[str]], kind: signal.Signals
 ) -> None:
     process = start("import sys; sys.stdin.read()")
@@ -170,7 +170,7 @@ def test_the_end_of_a_ray_process_is_told_at_once(
 
 
 @pytest.mark.parametrize("how", ["hangs", "refuses"])
-def test_the_silence_of_a_ray_process_is_told(
+def test_silence_of_a_ray_process_is_reported(
     start: Callable[[str], subprocess.Popen[str]], how: str
 ) -> None:
     process = start("import sys; sys.stdin.read()")
@@ -187,7 +187,9 @@ def test_the_silence_of_a_ray_process_is_told(
     ever.set()
 
 
-def test_what_was_stopped_on_purpose_is_not_told(start: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_ray_process_stopped_on_purpose_is_not_reported(
+    start: Callable[[str], subprocess.Popen[str]],
+) -> None:
     process = start("import sys; sys.stdin.read()")
     made, (told, _) = watch(process, lambda: None, 10_000)
     made.stop()
@@ -222,7 +224,7 @@ sys.stdin.readline()
 """
 
 
-def test_what_left_the_session_of_a_worker_ends_with_it(
+def test_daemons_that_left_the_session_of_a_worker_end_with_it(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     """A daemon that is nobody's child, a child in a session of its own, and a daemon that was forked and has
@@ -249,7 +251,7 @@ TOLD = (
 
 
 @pytest.mark.parametrize("error", [OutOfMemoryError(TOLD), RayActorError("", TOLD)])
-def test_a_death_by_rays_memory_monitor_is_one_sentence_or_two(
+def test_death_by_rays_memory_monitor_is_explained_in_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.9")
@@ -273,5 +275,5 @@ FULL_GPU = RayTaskError(
 @pytest.mark.parametrize(
     "error", [None, RayActorError("", "the worker died"), ValueError("memory"), FULL_GPU]
 )
-def test_another_death_is_not_memorys(error: Exception | None) -> None:
+def test_other_deaths_are_not_blamed_on_memory(error: Exception | None) -> None:
     assert killed_for_memory(error, "the buffer") == ""

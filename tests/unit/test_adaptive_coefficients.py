@@ -23,7 +23,7 @@ def test_the_kl_coefficient_moves_in_proportion_and_by_two_percent_at_most(
     assert adapted_kl_coef(0.5, divergence, 0.1) == pytest.approx(0.5 * factor)
 
 
-def test_the_kl_coefficient_finds_its_target() -> None:
+def test_kl_coefficient_reaches_its_target() -> None:
     """Where the divergence is inverse to the coefficient, KL = 0.02 / coef, the target of 0.1 is at 0.2."""
     coef = 1.0
     for _ in range(400):
@@ -41,13 +41,13 @@ def test_the_entropy_coefficient_moves_by_steps_within_bounds(
     assert adapted_entropy_coef(coef, entropy, 0.2, 0.005) == pytest.approx(expected)
 
 
-def test_coefficients_without_a_target_stay() -> None:
+def test_coefficients_without_a_target_do_not_change() -> None:
     config = AlgorithmConfig(kl_coef=0.3, entropy_coef=0.02)
     after = Coefficients.of(config).after(config, 9.0, 9.0)
     assert after.within(config) == config
 
 
-def test_lambda_descends_its_gradient_and_nothing_else_moves_it() -> None:
+def test_length_lambda_follows_only_its_own_gradient() -> None:
     config = AlgorithmConfig(
         length_weighting="power", length_lambda=0.5, length_lambda_lr=0.1, entropy_target=0.2, kl_target=0.1
     )
@@ -59,7 +59,7 @@ def test_lambda_descends_its_gradient_and_nothing_else_moves_it() -> None:
     assert start.after_step(fixed, 2.0) == start
 
 
-def test_the_bonus_is_off_while_the_entropy_is_above_its_target() -> None:
+def test_entropy_bonus_is_0_while_the_entropy_is_above_its_target() -> None:
     config = AlgorithmConfig(entropy_coef=0.1, entropy_target=0.2)
     low = Coefficients.of(config).after(config, 0.0, 0.1)
     assert low.within(config).entropy_coef == pytest.approx(0.105)
@@ -95,13 +95,13 @@ def test_both_coefficients_are_adapted_together() -> None:
         (0.1, 0.4, 0.095),
     ],
 )
-def test_between_two_bounds_the_coefficient_goes_back_to_nothing(
+def test_entropy_coefficient_returns_to_0_between_its_two_bounds(
     coef: float, entropy: float, expected: float
 ) -> None:
     assert entropy_coef_of_band(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(expected)
 
 
-def test_outside_of_the_band_a_bonus_or_a_penalty_acts_and_inside_neither() -> None:
+def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:
     config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4, entropy_coef=0.1)
     start = Coefficients.of(config)
     assert start.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(0.105)
@@ -110,7 +110,7 @@ def test_outside_of_the_band_a_bonus_or_a_penalty_acts_and_inside_neither() -> N
 
 
 @pytest.mark.parametrize(("entropy", "drift"), [(0.9, 0.01), (0.02, -0.01), (0.3, 0.01), (0.3, -0.01)])
-def test_the_band_holds_an_entropy_that_drifts(entropy: float, drift: float) -> None:
+def test_entropy_band_holds_a_drifting_entropy(entropy: float, drift: float) -> None:
     """An entropy that the rest of the loss moves by `drift` a batch and the bonus by its coefficient."""
     config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4)
     coefficients = Coefficients.of(config)

@@ -50,7 +50,7 @@ def test_dr_grpo_equals_the_loop(rewards_G: list[float]) -> None:
     assert dr_grpo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_the_deviation_is_the_samples_unless_the_population_s_is_asked_for() -> None:
+def test_advantages_use_the_sample_deviation_unless_set_otherwise() -> None:
     """[0, 1]: the sample's deviation is sqrt(1/2), the population's 1/2: a factor sqrt(2) at two members."""
     rewards_G = np.array([0.0, 1.0])
     sample = advantage_function("grpo")(rewards_G, eps=1e-12)
@@ -59,7 +59,7 @@ def test_the_deviation_is_the_samples_unless_the_population_s_is_asked_for() -> 
     assert population.tolist() == pytest.approx([-1.0, 1.0])
 
 
-def test_the_sample_deviation_is_the_statistics_module_s() -> None:
+def test_sample_deviation_equals_the_statistics_module() -> None:
     rewards_G = [0.0, 0.25, 1.0, 1.0, -2.0, 0.5, 3.0, 0.125]
     mean = statistics.mean(rewards_G)
     expected = [(r - mean) / statistics.stdev(rewards_G) for r in rewards_G]
@@ -69,14 +69,14 @@ def test_the_sample_deviation_is_the_statistics_module_s() -> None:
 @pytest.mark.parametrize("deviation", ["sample", "population"])
 @pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("group", [[3.0], [0.1] * 7, [0.1 + 0.2, 0.3], [0.0] * 8])
-def test_no_difference_no_advantage(name: str, group: list[float], deviation: Deviation) -> None:
+def test_equal_rewards_give_zero_advantages(name: str, group: list[float], deviation: Deviation) -> None:
     """Exactly 0: the mean of seven times 0.1 is not 0.1, and Adam makes a step of any gradient but 0."""
     advantages_G = advantage_function(name, deviation)(np.array(group), eps=1e-4)
     assert advantages_G.dtype == np.float64
     assert advantages_G.tolist() == [0.0] * len(group)
 
 
-def test_unknown_names_suggest_the_nearest() -> None:
+def test_unknown_advantage_name_suggests_the_nearest() -> None:
     assert advantage_function("grpo") is grpo
     with pytest.raises(PluginError, match="did you mean 'dr_grpo'"):
         advantage_function("drgrpo")
@@ -153,12 +153,12 @@ def test_pass_at_1_is_grpo_with_the_populations_deviation(rewards_G: list[float]
     )
 
 
-def test_raw_is_the_reward() -> None:
+def test_raw_advantage_is_the_reward() -> None:
     rewards_G = np.array([0.1] * 7 + [3.0])
     assert raw(rewards_G, eps=1.0).tolist() == rewards_G.tolist()
 
 
-def test_a_floor_bounds_what_is_divided_by() -> None:
+def test_floor_bounds_the_deviation_of_group_advantages() -> None:
     """The deviation of [0, 0.01] is 0.00707: with a floor of 0.5 it does not blow the difference up."""
     config = AlgorithmConfig(advantage_std_floor=0.5, advantage_eps=1e-9)
     rewards_G = np.array([0.0, 0.01])
@@ -173,7 +173,9 @@ def test_a_floor_bounds_what_is_divided_by() -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @given(data=st.data(), rewards_G=st.lists(st.floats(0, 10), min_size=1, max_size=12))
-def test_the_order_of_a_group_does_not_matter(name: str, data: st.DataObject, rewards_G: list[float]) -> None:
+def test_order_of_a_group_does_not_change_its_advantages(
+    name: str, data: st.DataObject, rewards_G: list[float]
+) -> None:
     order = data.draw(st.permutations(range(len(rewards_G))))
     function = advantage_function(name)
     permuted = function(np.array(rewards_G)[order], eps=1e-4)
@@ -184,7 +186,7 @@ def test_the_order_of_a_group_does_not_matter(name: str, data: st.DataObject, re
 
 @pytest.mark.parametrize("name", sorted(set(COMPARING) - {"maxrl"}))
 @given(rewards_G=small_groups, constant=st.sampled_from([-64.0, 0.5, 7.0]))
-def test_a_constant_added_to_all_rewards_does_not_matter(
+def test_constant_added_to_all_rewards_does_not_change_advantages(
     name: str, rewards_G: list[float], constant: float
 ) -> None:
     function = advantage_function(name)

@@ -88,7 +88,8 @@ def surrogate_of(
 ) -> float:
     ratio = ratio_of(row, t, moving, still, old, c.ratio_level)
     stopped_ratio = ratio_of(row, t, still, still, old, c.ratio_level)
-    low, high = 1 - c.eps_clip_low, 1 + c.eps_clip_high
+    low = 1 - c.eps_clip_low
+    high = 1 + c.eps_clip_high
     if c.policy_loss == "clip":
         loss = -min(ratio * a, min(max(ratio, low), high) * a)
         if c.dual_clip and a < 0:
@@ -107,12 +108,15 @@ def surrogate_of(
         return -a * moving[t]
     if c.policy_loss == "vespo":
         log_w = bounded(sum(still[s] - row.rollout_logprobs[s] for s in range(len(still))))
-        power, decay = (c.vespo_power_positive, c.vespo_decay_positive)
+        power = c.vespo_power_positive
+        decay = c.vespo_decay_positive
         if a < 0:
-            power, decay = (c.vespo_power_negative, c.vespo_decay_negative)
+            power = c.vespo_power_negative
+            decay = c.vespo_decay_negative
         weight = math.exp(log_w)
         return -(weight**power) * math.exp(decay * (1 - weight)) * a * moving[t]
-    p, q = math.exp(still[t]), math.exp(row.rollout_logprobs[t])
+    p = math.exp(still[t])
+    q = math.exp(row.rollout_logprobs[t])
     distance = abs(p - q)
     if c.policy_loss == "dppo_kl":
         distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
@@ -262,7 +266,8 @@ def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
                 moved[index][t] += step
                 return reference_loss(rows, moved, c)
 
-            above, below = at(STEP), at(-STEP)
+            above = at(STEP)
+            below = at(-STEP)
             one_sided = abs((above - middle) - (middle - below)) / STEP
             gradient.append(math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP))
     return gradient
@@ -423,7 +428,7 @@ def test_the_gradient_of_lambda_equals_finite_differences(
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
-def test_float32_is_near_float64(lengths: list[int], seed: int, config: AlgorithmConfig) -> None:
+def test_float32_loss_axes_are_near_float64(lengths: list[int], seed: int, config: AlgorithmConfig) -> None:
     rows = random_rows(lengths, seed)
     exact, exact_gradient_N, _ = run(rows, rows, config)
     outputs, gradient_N, _ = run(rows, rows, config, torch.float32)
@@ -433,7 +438,7 @@ def test_float32_is_near_float64(lengths: list[int], seed: int, config: Algorith
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs, data=st.data())
-def test_rows_may_be_permuted_and_divided(
+def test_loss_does_not_depend_on_order_or_division_of_rows(
     lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
 ) -> None:
     """Into micro-batches, of which some may be empty: the sum of losses, each token's gradient and the merged
@@ -464,7 +469,7 @@ def one_row(current: list[float], old: list[float], advantages: list[float]) -> 
     return [Row(0, 0, current, old, old, zeros, advantages, zeros, zeros)]
 
 
-def test_all_tokens_of_a_sequence_move_by_the_same_amount() -> None:
+def test_sequence_ratio_moves_all_tokens_of_a_sequence_equally() -> None:
     """GSPO: s (1/T) for every token, also for those whose own ratio is far from 1."""
     rows = one_row([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [2.0] * 3)
     config = AlgorithmConfig(
@@ -476,7 +481,7 @@ def test_all_tokens_of_a_sequence_move_by_the_same_amount() -> None:
     assert gradient_N.tolist() == pytest.approx([-2 * ratio / 3] * 3)
 
 
-def test_the_two_sequence_levels_differ_where_advantages_do() -> None:
+def test_sequence_ratio_levels_differ_only_where_advantages_differ() -> None:
     equal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 1.0])
     unequal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 0.0])
     gradients = {}
@@ -513,7 +518,7 @@ def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
     assert of_entropy_N.tolist() == pytest.approx([0.05 / 7] * 7)
 
 
-def test_icepop_is_a_weight_within_bounds_and_else_nothing() -> None:
+def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     """Ratios of 0.4, 0.6, 4 and 6 with bounds 0.5 and 5."""
     old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
     row = replace(one_row(old, old, [1.0] * 4)[0], rollout_logprobs=[-3.0] * 4)
@@ -525,7 +530,7 @@ def test_icepop_is_a_weight_within_bounds_and_else_nothing() -> None:
 @pytest.mark.parametrize(
     ("staleness", "old"), [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")]
 )
-def test_the_interpolated_policy_nears_the_current_one_with_age(staleness: float, old: str) -> None:
+def test_interpolated_policy_approaches_the_current_policy_with_age(staleness: float, old: str) -> None:
     from invrl.algorithms.old_policy import interpolated
 
     expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
@@ -548,7 +553,7 @@ def expected_gradient(logits_V: torch.Tensor, reference_V: torch.Tensor, estimat
     ("estimator", "divergence"),
     [("k1", "none"), ("k2", "forward"), ("k3", "reverse"), ("unbiased", "forward")],
 )
-def test_the_gradient_of_each_estimator_is_the_one_in_its_table(estimator: str, divergence: str) -> None:
+def test_gradient_of_each_kl_estimator_equals_its_table(estimator: str, divergence: str) -> None:
     torch.manual_seed(0)
     logits_V = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference_V = torch.randn(6, dtype=torch.float64).log_softmax(-1)
@@ -564,7 +569,7 @@ def test_the_gradient_of_each_estimator_is_the_one_in_its_table(estimator: str, 
     )
 
 
-def test_a_sum_to_go_begins_again_with_each_row() -> None:
+def test_sum_to_go_restarts_with_each_row() -> None:
     from invrl.algorithms.kl import to_go
 
     rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
@@ -576,7 +581,7 @@ def test_a_sum_to_go_begins_again_with_each_row() -> None:
     "policy_loss_name", ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
 )
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
-def test_no_gap_of_log_probs_overflows(policy_loss_name: str, gap: float) -> None:
+def test_large_logprob_gap_does_not_overflow_any_loss_axis(policy_loss_name: str, gap: float) -> None:
     """e^200 is infinite in float32; so is the product of a row's ratios."""
     row = replace(one_row([gap, -1.0], [0.0, -1.0], [-1.0, 1.0])[0], rollout_logprobs=[0.0, -1.0])
     for level in ("sequence_truncated", "geometric_truncated"):

@@ -148,7 +148,7 @@ def test_loss_and_gradient_equal_float64(tokens: list[Token], config: AlgorithmC
     config=configs,
     mini_batches=st.integers(1, 3),
 )
-def test_micro_batches_and_mini_batches_add_up(
+def test_losses_of_micro_batches_add_up(
     rows: list[list[Token]], config: AlgorithmConfig, mini_batches: int
 ) -> None:
     """Rows may be empty (fully masked). Each mini-batch has its own denominator; its micro-batches, one
@@ -185,14 +185,16 @@ def one(ratio: float, advantage: float) -> Token:
         (3.0, 0.0, 0.0, 0.0),
     ],
 )
-def test_clip_cases(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+def test_clipping_in_each_direction_has_the_expected_loss_and_gradient(
+    ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
     config = AlgorithmConfig(eps_clip_low=0.5, eps_clip_high=0.25)
     outputs, measured = run([one(ratio, advantage)], config, 1.0)
     assert outputs.loss.item() == pytest.approx(loss, abs=1e-6)
     assert measured.tolist() == pytest.approx([gradient], abs=1e-6)
 
 
-def test_a_tie_at_the_bound_is_not_clipped_and_its_loss_is_the_bound() -> None:
+def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
     """On the bound both branches are equal, so the loss is certain; the clip fraction counts neither."""
     from invrl.algorithms.surrogates import clip, clipped_tokens
 
@@ -209,7 +211,7 @@ def test_a_tie_at_the_bound_is_not_clipped_and_its_loss_is_the_bound() -> None:
     assert not clipped.any_N.any()
 
 
-def test_metrics_count_what_the_clip_and_the_cap_cut() -> None:
+def test_metrics_count_clipped_and_capped_tokens() -> None:
     config = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.2, correction_cap=2.0)
     tokens = [
         one(1.5, 1.0),
@@ -233,7 +235,7 @@ def test_metrics_count_what_the_clip_and_the_cap_cut() -> None:
     assert metrics["clip_fraction_dual"] == 0.0
 
 
-def test_metrics_count_what_the_dual_clip_and_the_clamp_cut() -> None:
+def test_metrics_count_dual_clipped_and_clamped_tokens() -> None:
     config = AlgorithmConfig(dual_clip=3.0, kl_coef=0.1, kl_clamp=2.0)
     far = replace(one(1.0, 0.0), reference=3.0)  # k3 is e^3 - 4 = 16.1
     outputs, _ = run([one(4.0, -1.0), one(2.0, -1.0), one(4.0, 1.0), far], config, 4.0)
@@ -272,7 +274,7 @@ def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_one_token_that_lost_all_its_probability_does_not_own_the_step(advantage: float) -> None:
+def test_token_that_lost_its_probability_does_not_dominate_the_step(advantage: float) -> None:
     """Its log-prob fell by 11 nats below the reference's among 3,000 ordinary tokens. Unbounded, its k3 is
     59,862, with the same number as gradient."""
     ordinary = [replace(one(1.0, 1.0 if k % 2 else -1.0), reference=0.01) for k in range(3000)]
@@ -302,7 +304,7 @@ def test_a_punished_token_that_became_likely_has_a_bounded_loss() -> None:
 
 
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
-def test_no_gap_of_log_probs_overflows(gap: float) -> None:
+def test_large_logprob_gap_does_not_overflow_the_policy_loss(gap: float) -> None:
     """e^200 is infinite in float32; log-ratios are clamped at 20 before exp."""
     config = AlgorithmConfig(kl_coef=1.0, kl_clamp=0.0, dual_clip=0.0)
     tokens = [
@@ -363,7 +365,7 @@ def test_no_gradient_reaches_old_rollout_or_reference() -> None:
     assert reference_N.grad is None
 
 
-def test_wrong_inputs_are_refused() -> None:
+def test_wrong_loss_inputs_are_refused() -> None:
     zero = torch.zeros(2)
     with pytest.raises(ValueError, match="one shape"):
         LossInputs(
@@ -402,7 +404,7 @@ def unclipped(
     return -ratio_N * advantages_N
 
 
-def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
+def test_policy_loss_of_the_user_replaces_the_built_in_one() -> None:
     log_two = torch.full((1,), math.log(2.0))
     zero = torch.zeros(1)
     inputs = LossInputs(
@@ -424,6 +426,6 @@ def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_values_of_the_fields(name: str) -> None:
+def test_preset_only_sets_fields(name: str) -> None:
     config = AlgorithmConfig.model_validate(PRESETS[name])
     assert {field: getattr(config, field) for field in PRESETS[name]} == PRESETS[name]

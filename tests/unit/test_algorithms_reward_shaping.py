@@ -43,7 +43,7 @@ def test_the_length_reward_equals_the_loop(members: list[tuple[int, bool]]) -> N
     assert length_reward(np.array(lengths), correct).tolist() == pytest.approx(expected)
 
 
-def test_terms_are_weighted_and_added() -> None:
+def test_reward_terms_are_weighted_and_added() -> None:
     """Lengths 60, 90, 100 with a limit of 100 and a buffer of 20: 0, -0.5, -1, times 2. Length rewards 0.5,
     -0.25 and, for a wrong answer, -0.5, times 0.4."""
     shaping = Shaping(overlong_length=100, overlong_buffer=20, overlong_penalty=2.0, length_penalty=0.4)
@@ -52,7 +52,7 @@ def test_terms_are_weighted_and_added() -> None:
     assert shaping.acts
 
 
-def test_without_settings_nothing_is_added() -> None:
+def test_reward_is_unchanged_without_shaping_settings() -> None:
     shaping = Shaping(overlong_length=100)
     assert not shaping.acts
     assert shaping.terms(np.array([1.0, 0.0]), np.array([10, 1000])).tolist() == [0.0, 0.0]

@@ -79,14 +79,14 @@ def test_gae_equals_the_loop(row: Row, discount: float, lam: float, critic_lambd
 
 
 @given(row=rows(), discount=discounts)
-def test_with_lambda_1_the_critic_learns_the_return(row: Row, discount: float) -> None:
+def test_critic_target_with_lambda_1_is_the_return(row: Row, discount: float) -> None:
     credit = gae(row.rewards, row.values, row.mask, discount=discount, policy_lambda=0.3, critic_lambda=1.0)
     expected = discounted_returns(row.rewards, row.mask, discount=discount)
     assert credit.returns_T.tolist() == pytest.approx(expected.tolist(), rel=1e-7, abs=1e-7)
 
 
 @given(row=rows(), discount=discounts, lam=discounts)
-def test_tokens_of_context_are_no_steps(row: Row, discount: float, lam: float) -> None:
+def test_context_tokens_are_not_steps_of_token_advantages(row: Row, discount: float, lam: float) -> None:
     """The same numbers without the tokens in between."""
     whole = gae(row.rewards, row.values, row.mask, discount=discount, policy_lambda=lam)
     only = np.ones(len(row.steps), np.bool_)
@@ -135,7 +135,7 @@ def test_on_policy_v_trace_is_the_return(row: Row, discount: float) -> None:
     assert credit.returns_T.tolist() == pytest.approx(expected.tolist(), rel=1e-7, abs=1e-7)
 
 
-def test_a_value_that_is_right_leaves_exactly_no_advantage() -> None:
+def test_exact_value_leaves_exactly_zero_advantage() -> None:
     """Rewards of 0 and values of 0, and a last reward that the values foretell."""
     mask = np.array([False, True, False, True, True])
     nothing = gae(np.zeros(5), np.zeros(5), mask)
@@ -144,7 +144,7 @@ def test_a_value_that_is_right_leaves_exactly_no_advantage() -> None:
     assert foretold.advantages_T.tolist() == [0.0] * 5
 
 
-def test_a_row_that_is_not_trained_has_nothing() -> None:
+def test_untrained_row_has_no_token_advantages() -> None:
     mask = np.zeros(3, np.bool_)
     ones = np.ones(3)
     for credit in (gae(ones, ones, mask), v_trace(ones, ones, ones, mask)):
@@ -152,7 +152,7 @@ def test_a_row_that_is_not_trained_has_nothing() -> None:
     assert discounted_returns(ones, mask).tolist() == [0.0] * 3
 
 
-def test_lambda_grows_with_the_length() -> None:
+def test_length_adaptive_lambda_grows_with_the_length() -> None:
     """VAPO, equation 5 with alpha 0.05."""
     assert length_adaptive_lambda(100) == pytest.approx(0.8)
     assert length_adaptive_lambda(1000) == pytest.approx(0.98)
@@ -161,6 +161,6 @@ def test_lambda_grows_with_the_length() -> None:
     assert sum(lam**k for k in range(10_000)) == pytest.approx(0.1 * 400)
 
 
-def test_arrays_of_other_lengths_are_refused() -> None:
+def test_token_advantages_refuse_arrays_of_different_lengths() -> None:
     with pytest.raises(ValueError, match="beside a loss mask"):
         gae(np.zeros(3), np.zeros(2), np.ones(3, np.bool_))

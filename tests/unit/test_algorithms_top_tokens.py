@@ -109,7 +109,8 @@ def reference_loss(
             ratio = math.exp(still + moved.get((r, t, -1), 0.0) - old)
             a = token.advantage
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
-                p, q = still, token.rollout[token.sampled]
+                p = still
+                q = token.rollout[token.sampled]
                 is_far = divergence_of(token, name=config.policy_loss) > config.dppo_threshold
                 masked = is_far and ((a > 0 and p > q) or (a < 0 and p < q))
                 losses.append(0.0 if masked else -ratio * a)
@@ -125,7 +126,8 @@ def reference_loss(
                 ratio = own
             if token.entropy > bound and a < 0 and token.candidates[:1] == [token.sampled]:
                 ratio = config.simko_top1_weight * ratio
-            low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
+            low = 1 - config.eps_clip_low
+            high = 1 + config.eps_clip_high
             losses.append(-min(ratio * a, min(max(ratio, low), high) * a))
     return sum(losses) / len(losses)
 
@@ -244,7 +246,7 @@ def test_float32_is_near_float64_and_finite(
 
 @settings(max_examples=100, deadline=None)
 @given(width=widths, seed=st.integers(0, 10**6), name=st.sampled_from(["tv", "kl"]))
-def test_a_divergence_of_more_outcomes_is_no_smaller(width: int, seed: int, name: str) -> None:
+def test_divergence_over_more_top_tokens_is_not_smaller(width: int, seed: int, name: str) -> None:
     """So binary masks are a subset of top-k masks; without candidates the two are equal."""
     rows = random_tokens([5, 4], width, seed)
     settings_of = {"correction": "none", "old_logprobs": "engine", "dppo_threshold": 0.05}
@@ -259,7 +261,7 @@ def test_a_divergence_of_more_outcomes_is_no_smaller(width: int, seed: int, name
     torch.testing.assert_close(unknown_N, binary_N, rtol=0, atol=0)
 
 
-def test_all_of_the_vocabulary_gives_the_whole_divergence() -> None:
+def test_divergence_over_the_whole_vocabulary_is_exact() -> None:
     """With every token a candidate nothing is left for the others, also in float32."""
     rows = random_tokens([8], VOCABULARY, 3)
     full = [[replace(token, candidates=list(range(VOCABULARY))) for token in row] for row in rows]
@@ -276,7 +278,7 @@ def test_all_of_the_vocabulary_gives_the_whole_divergence() -> None:
                 assert torch.isfinite(gradient_N).all()
 
 
-def test_simko_takes_a_share_of_the_gradient_and_no_value() -> None:
+def test_simko_moves_a_share_of_the_gradient_and_no_loss_value() -> None:
     """At alpha 0.3 the sampled token keeps 0.7 of its gradient, and its 2 candidates get 0.15 each."""
     token = random_tokens([1], 2, 0)[0][0]
     token = replace(token, candidates=[0, 1], sampled=2, advantage=2.0, old=token.current)
@@ -302,7 +304,7 @@ def test_simko_takes_a_share_of_the_gradient_and_no_value() -> None:
     assert metrics["simko_raised_fraction"] == 0.0
 
 
-def test_no_tokens_at_all() -> None:
+def test_top_token_losses_of_an_empty_batch_are_0() -> None:
     """A rank without data takes part in the step."""
     for name in ON_TOP_TOKENS:
         inputs = inputs_of([], 3)
@@ -312,7 +314,7 @@ def test_no_tokens_at_all() -> None:
         assert outputs.loss.item() == 0.0
 
 
-def test_only_these_losses_need_them() -> None:
+def test_only_top_token_losses_need_top_logprobs() -> None:
     for name in ON_TOP_TOKENS:
         assert needs_of(AlgorithmConfig(policy_loss=name)).top_logprobs
         assert needs_of(AlgorithmConfig(policy_loss=name, objective="distillation")).top_logprobs
@@ -320,7 +322,7 @@ def test_only_these_losses_need_them() -> None:
     assert not needs_of(AlgorithmConfig(objective="sft")).top_logprobs
 
 
-def test_tokens_of_other_shapes_are_refused() -> None:
+def test_top_tokens_of_another_shape_are_refused() -> None:
     inputs = inputs_of(random_tokens([3], 2, 0), 2)
     assert inputs.top is not None
     with pytest.raises(ValueError, match=r"not all of one shape \[N, K\]"):

@@ -49,7 +49,7 @@ def trained(rows: list[Row]) -> list[tuple[float, str]]:
 
 
 @given(rows=batches())
-def test_over_tokens_each_trained_token_counts_once(rows: list[Row]) -> None:
+def test_whitening_over_tokens_counts_each_trained_token_once(rows: list[Row]) -> None:
     tokens = [value for value, _ in trained(rows)]
     measured = [
         value
@@ -68,13 +68,14 @@ def test_over_tokens_each_trained_token_counts_once(rows: list[Row]) -> None:
 
 
 @given(rows=batches())
-def test_over_rollouts_each_rollout_counts_once(rows: list[Row]) -> None:
+def test_whitening_over_rollouts_counts_each_rollout_once(rows: list[Row]) -> None:
     """Against a batch in which every rollout's tokens are repeated until all rollouts have as many."""
     tokens = trained(rows)
     names = sorted({rollout for _, rollout in tokens})
     if len(names) < 2:
         return
-    means, squares = [], []
+    means = []
+    squares = []
     for name in names:
         mine = [value for value, rollout in tokens if rollout == name]
         means.append(math.fsum(mine) / len(mine))
@@ -91,7 +92,7 @@ def test_over_rollouts_each_rollout_counts_once(rows: list[Row]) -> None:
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_a_rollout_of_two_long_rows_counts_as_one_of_one_token() -> None:
+def test_whitening_over_rollouts_ignores_their_length() -> None:
     """Rollout a has 4 tokens of 1 in two rows, b one token of 4: the mean is 2.5, over tokens it is 1.6."""
     rows: list[Row] = [([1.0, 1.0], [True] * 2, "a"), ([4.0], [True], "b"), ([1.0, 1.0], [True] * 2, "a")]
     deviation = math.sqrt(4.5 + 1e-8)
@@ -101,7 +102,7 @@ def test_a_rollout_of_two_long_rows_counts_as_one_of_one_token() -> None:
 
 
 @pytest.mark.parametrize("over", ["tokens", "rollouts"])
-def test_equal_advantages_become_exactly_zero(over: WhitenedOver) -> None:
+def test_whitened_equal_advantages_are_exactly_zero(over: WhitenedOver) -> None:
     rows: list[Row] = [([0.1] * 7, [True] * 7, "a"), ([0.1] * 3, [True, False, True], "b")]
     assert whitened(rows, over) == [[0.0] * 7, [0.0] * 3]
     assert whitened([([5.0], [True], "a")], over) == [[0.0]]
@@ -109,7 +110,7 @@ def test_equal_advantages_become_exactly_zero(over: WhitenedOver) -> None:
     assert whitened([], over) == []
 
 
-def test_none_changes_nothing_and_what_is_not_trained_is_zero() -> None:
+def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
     rows: list[Row] = [([1.0, 9.0], [True, False], "a"), ([3.0], [True], "b")]
     assert whitened(rows, "none") == [[1.0, 9.0], [3.0]]
     first, second = whitened(rows, "tokens")
@@ -117,13 +118,13 @@ def test_none_changes_nothing_and_what_is_not_trained_is_zero() -> None:
     assert first[0] == -second[0] != 0.0
 
 
-def test_a_floor_bounds_the_deviation() -> None:
+def test_floor_bounds_the_deviation_of_whitening() -> None:
     rows: list[Row] = [([1.0], [True], "a"), ([1.01], [True], "b")]
     assert whitened(rows, "tokens", std_floor=0.5) == [pytest.approx([-0.01]), pytest.approx([0.01])]
 
 
 @given(parts=st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=5))
-def test_sums_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> None:
+def test_whitening_sums_of_parts_add_up_to_the_whole(parts: list[list[float]]) -> None:
     whole = [value for part in parts for value in part]
     together = Moments()
     for part in parts:
@@ -137,7 +138,7 @@ def test_sums_of_parts_are_those_of_the_whole(parts: list[list[float]]) -> None:
         assert together.variance == pytest.approx(statistics.variance(whole), rel=1e-6, abs=1e-9)
 
 
-def test_without_shift_the_mean_stays() -> None:
+def test_whitening_without_shift_keeps_the_mean() -> None:
     """TRL's and verl's `shift_mean=False`."""
     values_N = np.array([1.0, 2.0, 6.0])
     moments = Moments.of(values_N)
@@ -148,7 +149,7 @@ def test_without_shift_the_mean_stays() -> None:
 
 
 @given(rows=batches(), constant=st.sampled_from([-4.0, 3.0]))
-def test_a_constant_added_to_all_advantages_does_not_matter(rows: list[Row], constant: float) -> None:
+def test_constant_added_to_all_advantages_does_not_change_whitening(rows: list[Row], constant: float) -> None:
     values = [value for value, _ in trained(rows)]
     if len(values) < 2 or statistics.variance(values) < 1e-3:
         return

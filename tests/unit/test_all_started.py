@@ -10,7 +10,7 @@ from invrl.errors import ServerError
 from invrl.run.cluster import all_started
 
 
-async def test_all_are_awaited() -> None:
+async def test_all_started_tasks_are_awaited() -> None:
     ready: list[str] = []
 
     async def start(name: str) -> None:
@@ -21,7 +21,7 @@ async def test_all_are_awaited() -> None:
     assert sorted(ready) == ["a", "b"]
 
 
-async def test_the_first_failure_is_raised_once_the_others_have_ended() -> None:
+async def test_first_failure_is_raised_after_all_other_tasks_have_ended() -> None:
     ended: list[str] = []
 
     async def fail() -> None:
@@ -40,7 +40,7 @@ async def test_the_first_failure_is_raised_once_the_others_have_ended() -> None:
     assert ended == ["hang"]
 
 
-async def test_a_caller_that_is_cancelled_ends_them() -> None:
+async def test_cancelling_the_caller_ends_all_started_tasks() -> None:
     begun = asyncio.Event()
     ended = asyncio.Event()
 

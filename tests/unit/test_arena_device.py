@@ -44,13 +44,13 @@ def configured(model: Path, *flags: str) -> Config:
         (["--engine-tp-size", "2"], 1, True),
     ],
 )
-def test_it_is_on_the_gpu_that_both_share_unless_a_setting_says_otherwise(
+def test_arena_is_on_the_gpu_shared_by_trainer_and_engine_unless_set_otherwise(
     model: Path, flags: list[str], gpus: int, expected: bool
 ) -> None:
     assert arena_on_gpu(configured(model, *flags), gpus=gpus, gpu_bytes=H100_BYTES) is expected
 
 
-def test_both_slots_take_an_eighth_of_the_gpu_at_most(model: Path) -> None:
+def test_arena_on_a_gpu_takes_at_most_an_eighth_of_its_memory(model: Path) -> None:
     size = ModelSize.of(model, read_hf_config(model)).total
     for dtype, item in (("bfloat16", 2), ("float32", 4)):
         config = configured(model, "--engine-dtype", dtype)
@@ -59,7 +59,7 @@ def test_both_slots_take_an_eighth_of_the_gpu_at_most(model: Path) -> None:
         assert not arena_on_gpu(config, gpus=1, gpu_bytes=room - 1)
 
 
-def test_the_estimate_of_a_rank_counts_the_slots_where_they_are(model: Path) -> None:
+def test_memory_estimate_counts_arena_slots_on_their_device(model: Path) -> None:
     size = ModelSize.of(model, read_hf_config(model)).total
     on_cpu = MemoryBudget.of(
         TrainConfig(),
@@ -75,7 +75,7 @@ def test_the_estimate_of_a_rank_counts_the_slots_where_they_are(model: Path) -> 
         assert budget.largest().staging == slots * 2 * size
 
 
-def test_the_smallest_gpu_is_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_smallest_gpu_is_read_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [80 << 30, 40 << 30]
 
     class Driver:

@@ -69,7 +69,7 @@ class Wire:
         return self._queues["other" if rank == 0 else "first"].get(timeout=30.0)
 
 
-def test_two_ranks_write_one_slot_and_share_the_hashing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_write_one_slot_and_divide_its_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     Wire(monkeypatch)
     hashed: dict[str, list[str]] = {"first": [], "other": []}
     writer = ArenaWriter(LAYOUT)
@@ -97,7 +97,7 @@ def test_two_ranks_write_one_slot_and_share_the_hashing_out(monkeypatch: pytest.
         pass
 
 
-def test_a_part_that_no_rank_wrote_is_named_and_the_slot_is_not_staged(
+def test_slot_with_an_unwritten_part_is_named_and_not_staged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = ArenaWriter(LAYOUT)
@@ -110,7 +110,7 @@ def test_a_part_that_no_rank_wrote_is_named_and_the_slot_is_not_staged(
     assert again.handle != first.handle  # the slot of the version before was kept
 
 
-def test_an_element_more_or_less_is_found() -> None:
+def test_slot_with_one_element_too_many_or_too_few_is_refused() -> None:
     whole = {spec.name: torch.zeros(spec.shape).numel() for spec in LAYOUT}
     check_covered(LAYOUT, [whole])
     for size in (4, 6):
@@ -128,12 +128,12 @@ def test_an_element_more_or_less_is_found() -> None:
         (TensorPart(name="columns", values=torch.zeros(3, 6), dimension=1), "no part of"),
     ],
 )
-def test_a_part_that_does_not_fit_is_refused(part: TensorPart, reason: str) -> None:
+def test_part_that_does_not_fit_its_tensor_is_refused(part: TensorPart, reason: str) -> None:
     with ArenaWriter(LAYOUT).writing(VERSION) as (_, slot), pytest.raises(LayoutError, match=reason):
         write_parts(slot, [part])
 
 
-def test_no_part_is_kept_once_it_is_written() -> None:
+def test_written_part_is_freed_at_once() -> None:
     """So a rank has the memory of one converted parameter at a time."""
     earlier: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
@@ -153,7 +153,7 @@ def test_no_part_is_kept_once_it_is_written() -> None:
     assert max(alive) <= 1
 
 
-def test_shares_are_even_in_bytes() -> None:
+def test_hashing_shares_are_even_in_bytes() -> None:
     layout = tuple(
         TensorSpec(name=str(i), shape=(size,), dtype="float32") for i, size in enumerate([8, 3, 3, 2])
     )
@@ -162,7 +162,7 @@ def test_shares_are_even_in_bytes() -> None:
     assert shares(layout, 5)[4] == []
 
 
-def test_a_slot_that_an_engine_reads_is_not_written_by_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_writes_a_slot_that_an_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
     monkeypatch.setattr(arena_parts, "_send", lambda value, rank: sent.append(value))
     monkeypatch.setattr("invrl.weights.arena._SLOT_FREE_WITHIN_S", 0.05)

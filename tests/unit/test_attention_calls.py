@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import rows
+from packed_rows import rows
 
 from invrl.train import attention_calls, packing
 from invrl.train.attention_calls import AttentionCalls, BlockCalls
@@ -50,7 +50,9 @@ def seen(block: BlockCalls) -> list[list[int]]:
     ranks=st.integers(1, 3),
 )
 @settings(max_examples=200, deadline=None)
-def test_each_query_sees_what_its_block_says(data: list[Row], chunk: int, dense: int, ranks: int) -> None:
+def test_each_query_attends_to_the_keys_of_its_block(
+    data: list[Row], chunk: int, dense: int, ranks: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_calls, "QUERY_CHUNK", chunk)
         patch.setattr(packing, "DENSE_TREE_TOKENS", dense)
@@ -69,7 +71,7 @@ def test_each_query_sees_what_its_block_says(data: list[Row], chunk: int, dense:
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 12), (12, 24)])
-def test_values_of_another_size_than_keys_need_no_scores_in_memory(key_dim: int, value_dim: int) -> None:
+def test_values_of_another_size_than_keys_do_not_materialize_scores(key_dim: int, value_dim: int) -> None:
     """Against the formula in float64. Two branches behind a prompt, two heads of keys for four of queries."""
     prompt_T = np.zeros(100, np.int32)
     data = [
@@ -123,7 +125,7 @@ def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:
     return most
 
 
-def test_the_masks_of_a_long_row_are_those_of_one_call() -> None:
+def test_long_row_has_the_masks_of_one_call() -> None:
     """A row of 32,768 tokens on two ranks: 128 MiB, where explicit masks took 1.5 GB."""
     length = 32_768
     row = Row(tokens_T=np.zeros(length + 1, np.int32), wanted_N=np.array([length]), temperature=1.0)
@@ -131,7 +133,7 @@ def test_the_masks_of_a_long_row_are_those_of_one_call() -> None:
     assert 0 < mask_bytes(micro_batch, 2) <= attention_calls.QUERY_CHUNK * length * 4
 
 
-def test_all_branches_of_a_tree_have_one_mask() -> None:
+def test_branches_of_a_tree_share_one_mask() -> None:
     prompt = np.zeros(3000, np.int32)
     data = [
         Row(

@@ -123,7 +123,7 @@ def template(text: str) -> Edit:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check-template", "prepare-model"])
-def test_the_id_of_a_model_on_a_hub_is_told_as_one(
+def test_model_id_of_a_hub_is_recognized_and_explained(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -148,7 +148,7 @@ def test_the_id_of_a_model_on_a_hub_is_told_as_one(
     assert (f"hf download {given} --local-dir FOLDER" in told) is is_hub_id
 
 
-def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
+def test_error_names_the_downloaded_folder_of_a_hub_model(
     refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -203,7 +203,7 @@ def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
         (template("{{ '' }}"), "to nothing", "chat_template.jinja"),
     ],
 )
-def test_a_model_folder_that_cannot_be_used(
+def test_unusable_model_folder_is_refused_with_reason_and_fix(
     refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
 ) -> None:
     spoil(model)
@@ -237,18 +237,19 @@ def swapped_tokens(model: Path) -> None:
         (swapped_tokens, "token 1", "the same model"),
     ],
 )
-def test_a_reference_or_critic_that_is_not_the_same_model_with_other_weights(
+def test_reference_or_critic_of_another_architecture_is_refused(
     refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
 ) -> None:
     spoil(model)
     for name, others in (("reference", ("--kl-coef", "0.1")), ("critic", ("--advantage", "gae"))):
         block = refused(f"--{name}-model-path", str(model), *others)
-        assert (block["where"], block["value"]) == (f"model.{name}_model_path", repr(str(model)))
+        assert block["where"] == f"model.{name}_model_path"
+        assert block["value"] == repr(str(model))
         assert reason in block["reason"]
         assert fix in block["fix"]
 
 
-def test_a_reference_that_nothing_asks_for(refused: Refused, model: Path) -> None:
+def test_unused_reference_model_is_refused(refused: Refused, model: Path) -> None:
     block = refused("--reference-model-path", str(model))
     assert "kl_coef is 0" in block["reason"]
     assert "set --kl-coef" in block["fix"]
@@ -262,7 +263,7 @@ def test_a_reference_that_nothing_asks_for(refused: Refused, model: Path) -> Non
         (edited("tokenizer_config.json", added_tokens_decoder={"3": {"content": "<|im_end|>"}}), "differ on"),
     ],
 )
-def test_check_template_makes_the_same_check_of_the_tokenizer(
+def test_check_template_refuses_a_broken_tokenizer(
     model: Path, capsys: pytest.CaptureFixture[str], spoil: Edit, reason: str
 ) -> None:
     """It needs no more of the folder: one with a tokenizer and without weights will do."""
@@ -283,7 +284,7 @@ def test_check_template_makes_the_same_check_of_the_tokenizer(
         ("\udcff", "can't decode"),
     ],
 )
-def test_a_folder_of_prepare_model_whose_record_is_damaged(
+def test_prepared_folder_with_a_damaged_record_is_neither_reused_nor_removed(
     good_model: Path, model: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
 ) -> None:
     """The folder may hold another model, so it is neither reused nor removed."""
@@ -298,7 +299,7 @@ def test_a_folder_of_prepare_model_whose_record_is_damaged(
     assert sorted(model.iterdir()) == before
 
 
-def test_replay_checks_the_model_folder_before_it_starts_anything(
+def test_replay_checks_the_model_folder_before_any_process_starts(
     refused: Refused, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--run-root", str(tmp_path / "runs"), "--run-name", "ended"]
@@ -323,13 +324,14 @@ def test_replay_checks_the_model_folder_before_it_starts_anything(
         ("broken_agent:rollout", "importing broken_agent raised", "python -c"),
     ],
 )
-def test_a_rollout_function_that_cannot_be_used(
+def test_unusable_rollout_function_is_refused_with_reason_and_fix(
     refused: Refused, tmp_path: Path, path: str, reason: str, fix: str
 ) -> None:
     (tmp_path / "bad_agent.py").write_text("number = 3\ndef rollout(task): return 1.0\n")
     (tmp_path / "broken_agent.py").write_text("import no_such_library\n")
     block = refused("--rollout-function-path", path)
-    assert (block["where"], block["value"]) == ("rollout_function_path", repr(path))
+    assert block["where"] == "rollout_function_path"
+    assert block["value"] == repr(path)
     assert reason in block["reason"]
     assert fix in block["fix"]
     sys.modules.pop("bad_agent", None)
@@ -357,10 +359,11 @@ def text(content: str) -> Edit:
         ("t.parquet", parquet({"q": ["a"]}), "row 1 has no field 'answer'", "--task-label-key"),
     ],
 )
-def test_a_task_file_that_cannot_be_used(
+def test_unusable_task_file_is_refused_with_reason_and_fix(
     refused: Refused, tmp_path: Path, flag: str, name: str, write: Edit, reason: str, fix: str
 ) -> None:
-    good, bad = tmp_path / "good.jsonl", tmp_path / name
+    good = tmp_path / "good.jsonl"
+    bad = tmp_path / name
     good.write_text('{"answer": 1}\n')
     write(bad)
     files = {"--task-file": str(good), "--eval-task-file": str(good)} | {flag: str(bad)}
@@ -373,16 +376,17 @@ def test_a_task_file_that_cannot_be_used(
     assert fix in block["fix"]
 
 
-def test_a_port_that_is_taken(refused: Refused) -> None:
+def test_taken_gateway_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         block = refused("--gateway-port", str(port))
-    assert (block["where"], block["value"]) == ("gateway.gateway_port", str(port))
+    assert block["where"] == "gateway.gateway_port"
+    assert block["value"] == str(port)
     assert "in use" in block["reason"]
     assert "0 for a free one" in block["fix"]
 
 
-def test_a_port_for_metrics_that_is_taken(refused: Refused) -> None:
+def test_taken_metrics_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         block = refused("--metrics-port", str(port))
@@ -422,7 +426,7 @@ def test_a_port_for_metrics_that_is_taken(refused: Refused) -> None:
         ),
     ],
 )
-def test_a_place_where_metrics_cannot_be_shown(
+def test_unusable_metrics_address_is_refused(
     refused: Refused, flags: list[str], where: str, reason: str, fix: str
 ) -> None:
     block = refused(*flags)
@@ -636,7 +640,7 @@ def test_a_place_where_metrics_cannot_be_shown(
         (["--router-prefil", "x"], "--router-prefil", "no such field", "--router-prefill"),
     ],
 )
-def test_settings_that_do_not_fit(
+def test_settings_that_do_not_fit_each_other_are_refused_with_reason_and_fix(
     refused: Refused, flags: list[str], where: str, reason: str, fix: str
 ) -> None:
     block = refused(*flags)
@@ -645,7 +649,7 @@ def test_settings_that_do_not_fit(
     assert fix in block["fix"]
 
 
-def test_an_environment_key_that_can_be_guessed(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guessable_environment_key_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INVRL_ENV_KEY", "hunter2")
     block = refused()
     assert block["where"] == "INVRL_ENV_KEY"
@@ -654,7 +658,7 @@ def test_an_environment_key_that_can_be_guessed(refused: Refused, monkeypatch: p
 
 
 @pytest.mark.parametrize("command", ["train", "resume", "serve", "eval", "replay"])
-def test_a_run_folder_in_which_a_run_lives(
+def test_run_folder_of_a_live_run_is_refused(
     refused: Refused,
     good_model: Path,
     tmp_path: Path,
@@ -687,7 +691,7 @@ def test_a_run_folder_in_which_a_run_lives(
         assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
 
 
-def test_a_run_folder_of_another_configuration_or_of_nobody(
+def test_run_folder_of_another_configuration_or_of_something_else_is_refused(
     refused: Refused, good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)

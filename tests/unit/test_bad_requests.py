@@ -17,17 +17,8 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
+from running_gateway import ASK, ENV_KEY, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (  # noqa: F401
-    ASK,
-    ENV_KEY,
-    Running,
-    eventually,
-    gateway,
-    model,
-    renderer,
-    running,
-)
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
@@ -161,7 +152,7 @@ def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
 
 
 @every_route
-async def test_bad_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
+async def test_malformed_bodies_are_400(gateway: Running, route: Route):
     [session] = await gateway.open()
     for name, body in bodies(route):
         answer = await gateway.http.post(session.base_url + route.path, content=body)
@@ -175,7 +166,7 @@ async def test_bad_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
 
 
 @every_route
-async def test_an_absurd_limit_is_bounded_by_the_sessions(gateway: Running, route: Route):  # noqa: F811
+async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Running, route: Route):
     if not route.limit:
         return
     [session] = await gateway.open(sampling={"max_new_tokens": 5})
@@ -183,11 +174,11 @@ async def test_an_absurd_limit_is_bounded_by_the_sessions(gateway: Running, rout
         body = route.good | {route.limit: limit}
         answer = await gateway.http.post(session.base_url + route.path, json=body)
         assert answer.status_code == 200, answer.text
-    assert [each["sampling_params"]["max_new_tokens"] for each in gateway.engine.requests] == [5, 5]
+    assert [request["sampling_params"]["max_new_tokens"] for request in gateway.engine.requests] == [5, 5]
 
 
 @every_route
-async def test_keys_of_others_guessed_and_of_the_finished_are_401(gateway: Running, route: Route):  # noqa: F811
+async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Running, route: Route):
     mine, other = await gateway.open(members=2)
     url = gateway.url + "/v1" + route.path
 
@@ -209,7 +200,7 @@ async def test_keys_of_others_guessed_and_of_the_finished_are_401(gateway: Runni
     assert gateway.turns(other) == []
 
 
-async def test_ten_thousand_guessed_keys_are_401_over_http(gateway: Running):  # noqa: F811
+async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
     """2,000 at each route, on kept connections, while a session is open that none of them is of."""
     [session] = await gateway.open()
     prefix = session.key[:-8]  # the guesses share all but the last 8 characters with a real key
@@ -222,9 +213,11 @@ async def test_ten_thousand_guessed_keys_are_401_over_http(gateway: Running):  #
             for number in range(2000):
                 key = prefix + secrets.token_urlsafe(6)
                 headers = {"x-api-key": key} if number % 2 else {"authorization": f"Bearer {key}"}
-                async with http.post(gateway.url + "/v1" + route.path, data=content, headers=headers) as got:
-                    assert got.status == 401
-                    body = await got.json()
+                async with http.post(
+                    gateway.url + "/v1" + route.path, data=content, headers=headers
+                ) as response:
+                    assert response.status == 401
+                    body = await response.json()
                 assert body["error"]["type"] == "authentication_error"
                 guessed += 1
 
@@ -274,8 +267,8 @@ LONG = f"content-length: {2**40}"
 
 @every_route
 @pytest.mark.parametrize("head", first_quick([CHUNKED, LONG]))
-async def test_a_hundred_megabytes_are_413(
-    gateway: Running,  # noqa: F811
+async def test_body_of_a_hundred_megabytes_is_413(
+    gateway: Running,
     route: Route,
     head: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,15 +282,15 @@ async def test_a_hundred_megabytes_are_413(
 
 
 @every_route
-async def test_an_upload_that_never_ends_is_408_and_then_closed(
+async def test_endless_upload_is_408_and_its_connection_is_closed(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     route: Route,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(http_protocol, "_LINGER_S", 0.05)
-    async with running(tmp_path, model, renderer) as gateway:  # noqa: F811
+    async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
     async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
         upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
@@ -306,8 +299,8 @@ async def test_an_upload_that_never_ends_is_408_and_then_closed(
         route.check(upload.answer(), 408, "timeout")
 
 
-async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
-    gateway: Running,  # noqa: F811
+async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
+    gateway: Running,
     monkeypatch: pytest.MonkeyPatch,
 ):
     loop, lingering, later = asyncio.get_running_loop(), list[asyncio.TimerHandle](), 3600.0
@@ -343,7 +336,7 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
 # ------------------------------------------------------------------ sessions
 
 
-async def test_rewards_that_are_none_and_of_others(gateway: Running):  # noqa: F811
+async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gateway: Running):
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
     route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
@@ -362,13 +355,13 @@ async def test_rewards_that_are_none_and_of_others(gateway: Running):  # noqa: F
     assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.5
 
 
-async def test_an_opening_that_cannot_be_read_goes_to_some_worker(
+async def test_unreadable_session_opening_is_answered_by_any_worker(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Behind several workers the one that was asked looks into the body first, for its `request_id`."""
-    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:  # noqa: F811
+    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:
         for raw in (
             b"[" * 10**6,
             b'{"a":' + b"[" * 10**6,

@@ -53,7 +53,7 @@ def distinct_tokens(rows: list[Tokens]) -> int:
     capacity=st.integers(1, 25),
 )
 @settings(max_examples=500, deadline=None)
-def test_every_row_is_in_one_bin_and_no_bin_is_over_its_capacity(rows: list[Tokens], capacity: int) -> None:
+def test_every_row_is_in_exactly_one_bin_within_its_capacity(rows: list[Tokens], capacity: int) -> None:
     bins = fill_bins([len(row) for row in rows], shared_lengths(rows), capacity=capacity)
     assert sorted(itertools.chain(*bins)) == list(range(len(rows)))
     assert bins == sorted(sorted(places) for places in bins)
@@ -72,7 +72,7 @@ def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
     assert sum(lengths) / (len(bins) * capacity) >= 0.99
 
 
-def test_a_group_over_the_capacity_computes_its_prompt_as_often_as_it_must() -> None:
+def test_group_over_the_capacity_repeats_its_prompt_as_rarely_as_possible() -> None:
     """16 rows of a prompt of 3,000 and an answer of 200: five answers fit beside the prompt."""
     bins = fill_bins([3200] * 16, [0] + [3000] * 15, capacity=4096)
     assert [len(places) for places in bins] == [5, 5, 5, 1]
@@ -84,7 +84,7 @@ def test_rests_of_split_groups_share_a_bin() -> None:
     assert sorted(len(places) for places in bins) == [1, 2, 3, 3, 3]
 
 
-def test_a_chain_of_forks_deeper_than_the_stack_of_calls() -> None:
+def test_chain_of_forks_deeper_than_the_recursion_limit_is_packed() -> None:
     """Each of 5,000 rows goes one token further along the one before it and then leaves it."""
     lengths = list(range(2, 5002))
     bins = fill_bins(lengths, [0, *range(1, 5000)], capacity=4000)
@@ -97,7 +97,7 @@ def group_rows(rng: np.random.Generator, groups: int, members: int, *, system: i
 
 
 @pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
-def test_groups_that_fit_are_computed_once(system: int) -> None:
+def test_group_that_fits_into_a_bin_is_computed_once(system: int) -> None:
     """Every prompt is in one micro-batch, the system prompt once in each."""
     rows = group_rows(np.random.default_rng(0), 100, 8, system=system)
     order = sorted(rows, key=lambda row: token_order_key(row.tokens_T))
@@ -123,7 +123,7 @@ def test_groups_that_fit_are_computed_once(system: int) -> None:
     prefix=st.integers(0, 2),
 )
 @settings(max_examples=500, deadline=None)
-def test_evened_bins_hold_the_same_rows_and_are_not_costlier(
+def test_evening_out_bins_keeps_their_rows_and_raises_no_maximum_cost(
     rows: list[Tokens], capacity: int, prefix: int
 ) -> None:
     rows = sorted((0,) * prefix + row for row in rows)
@@ -153,7 +153,7 @@ def micro_batch_costs(rows: list[Row], max_tokens: int) -> list[float]:
 
 @pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_micro_batches_take_equally_long(seed: int, system: int) -> None:
+def test_micro_batches_have_equal_cost(seed: int, system: int) -> None:
     """Of full ones, the last would have the rest: the slowest would take 1.26 times the mean."""
     rows = group_rows(np.random.default_rng(seed), 40, 8, system=system)
     costs = micro_batch_costs(rows, 32_768)
@@ -232,7 +232,7 @@ def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
     ("groups", "members", "ranks", "system"),
     [(64, 8, 8, 0), (64, 8, 16, 0), (16, 16, 8, 1000), (8, 32, 8, 0)],
 )
-def test_few_groups_are_split_where_that_balances(groups: int, members: int, ranks: int, system: int) -> None:
+def test_few_groups_are_split_to_balance_ranks(groups: int, members: int, ranks: int, system: int) -> None:
     batch = long_tailed_batch(np.random.default_rng(1), groups, members, system=system, longest=4096)
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
@@ -245,7 +245,7 @@ def test_few_groups_are_split_where_that_balances(groups: int, members: int, ran
     ("groups", "members", "ranks"),
     [(8, 16, 8), (16, 8, 8), (16, 8, 4), (8, 8, 4), (4, 8, 4), (4, 8, 2), (32, 8, 8)],
 )
-def test_rollouts_are_exchanged_until_the_ranks_are_even(
+def test_rollouts_are_exchanged_until_ranks_have_even_work(
     seed: int, groups: int, members: int, ranks: int
 ) -> None:
     """The worst of 40 draws. A rollout longer than the mean has a rank for itself."""
@@ -256,7 +256,7 @@ def test_rollouts_are_exchanged_until_the_ranks_are_even(
     assert sum(by_rank) < 1.08 * work(rows_of(batch.samples), SMOLLM2)
 
 
-def test_the_split_with_the_least_work_is_not_always_the_best_start() -> None:
+def test_balancing_also_starts_from_splits_with_more_work() -> None:
     """Exchanges from it alone leave the slowest rank with 1.060 times the work of a rank that computes every
     prompt once; from another split it is 1.038."""
     batch = long_tailed_batch(np.random.default_rng(7), 8, 16, longest=4096)
@@ -281,7 +281,7 @@ def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:
     assert {len(ranks) for ranks in ranks_of.values()} == {1}
 
 
-def test_attention_counts() -> None:
+def test_cost_of_a_long_row_includes_attention() -> None:
     """One row of 32,000 tokens costs as much as many of 1,000: without attention it would be 32 of them."""
     rng = np.random.default_rng(2)
     batch = long_tailed_batch(rng, 1, 1, longest=1)
@@ -337,7 +337,7 @@ def test_the_cost_of_tokens_is_a_sum_over_queries_and_keys(window: int | None) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_size_of_a_model_is_that_of_its_files(tmp_path: Path, tied: bool) -> None:
+def test_model_size_counts_the_parameters_in_its_files(tmp_path: Path, tied: bool) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_embeddings=tied, layers=2)
     config = read_hf_config(folder)
     size = ModelSize.of(folder, config)
@@ -350,6 +350,6 @@ def test_the_size_of_a_model_is_that_of_its_files(tmp_path: Path, tied: bool) ->
     assert cost.pairs == ((None, 4.0 * config.num_attention_heads * config.head_dim * 2),)
 
 
-def test_without_a_model_a_token_at_4096_costs_twice_as_much() -> None:
+def test_default_cost_doubles_for_a_token_at_position_4096() -> None:
     at_4096 = UNKNOWN_MODEL.tokens(4095, 4096)
     assert at_4096 == pytest.approx(2.0)

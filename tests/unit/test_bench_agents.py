@@ -32,7 +32,7 @@ def in_turn(turns: list[dict]) -> list[dict]:
         ([turn("1", None), turn("2", "1"), turn("3", "1", "history_edited", CHANGE)], []),
     ],
 )
-def test_what_is_unexplained(turns: list[dict], unexplained: list[str]):
+def test_fork_without_a_reason_or_a_change_is_unexplained(turns: list[dict], unexplained: list[str]):
     seen = Seen()
     seen.add(in_turn(turns))
     assert (seen.unexplained, seen.turns) == (unexplained, len(turns))
@@ -48,7 +48,7 @@ def test_titles_and_compaction_do_not_count_as_forks_in_fifty_turns():
     assert (seen.rewritten, seen.changed["rewritten"]) == (1, [CHANGE])
 
 
-def test_two_first_requests_at_a_time_are_no_fork():
+def test_two_concurrent_first_requests_are_not_a_fork():
     """There was no answer yet that the second could go on from. One that begins later has one."""
     first = turn("1", None) | {"started_at": 0.0, "finished_at": 2.0}
     beside = turn("2", None) | {"started_at": 1.0, "finished_at": 4.0}

@@ -34,9 +34,7 @@ async def client(engine: PacedEngine) -> AsyncIterator[SglangClient]:
     server.close()
 
 
-async def test_the_stand_in_answers_as_an_engine_whole_and_streamed(
-    engine: PacedEngine, client: SglangClient
-):
+async def test_fake_engine_of_the_bench_replies_whole_and_streamed(engine: PacedEngine, client: SglangClient):
     engine.pace_s = 0.01
     request = GenerateRequest(
         rid="r", input_ids_T=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=5)
@@ -52,7 +50,7 @@ async def test_the_stand_in_answers_as_an_engine_whole_and_streamed(
     assert chunks[-1].spans[-1].end == 5
 
 
-def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
+def test_arrivals_are_a_poisson_process_of_the_set_rate() -> None:
     due_s = np.array(arrivals(rate=200, seconds=100, seed=3))
     gaps = np.diff(due_s)
     assert (np.all(gaps > 0), due_s[-1] < 100) == (True, True)
@@ -61,7 +59,7 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
     assert arrivals(rate=200, seconds=1, seed=3) == due_s[due_s < 1].tolist()
 
 
-async def test_a_late_load_generator_counts_as_latency_and_turns_follow_each_other():
+async def test_delay_of_the_load_generator_counts_as_latency_and_turns_stay_in_order():
     asked: list[tuple[int, int]] = []
 
     async def ask(session: int, turn: int) -> float:
@@ -83,4 +81,6 @@ async def test_failed_requests_are_counted_and_give_no_tokens():
         return time.perf_counter()
 
     measured = await closed_loop(ask, SCRIPT, agents=2, rounds=2)
-    assert (len(measured.errors), len(measured.whole_s), measured.tokens) == (1, 7, 56)
+    assert len(measured.errors) == 1
+    assert len(measured.whole_s) == 7
+    assert measured.tokens == 56

@@ -16,17 +16,22 @@ def entry(machine: str = "laptop", model: str = "m", **ratios: float) -> Entry:
     return Entry(date="2026-11-21", commit="abc", machine=machine, model=model, ratios=ratios)
 
 
-def test_a_ratio_is_the_median_of_pairs_that_were_measured_together() -> None:
+def test_ratio_is_the_median_of_pairs_measured_together() -> None:
     speeds = Speeds(ours=[90.0, 40.0, 99.0], reference=[100.0, 50.0, 90.0])
     summary = speeds.summary()
-    assert (summary["ratio"], summary["ratio_low"], summary["ratio_high"]) == (0.9, 0.8, 1.1)
-    assert (summary["tokens_per_s"], summary["reference_tokens_per_s"]) == (90.0, 90.0)
+    assert summary["ratio"] == 0.9
+    assert summary["ratio_low"] == 0.8
+    assert summary["ratio_high"] == 1.1
+    assert summary["tokens_per_s"] == 90.0
+    assert summary["reference_tokens_per_s"] == 90.0
 
 
-def test_a_fall_of_more_than_a_tenth_of_the_median_is_flagged() -> None:
+def test_fall_by_more_than_a_tenth_of_the_median_is_flagged() -> None:
     history = [entry(fleet=1.0, trainer=2.0), entry(fleet=0.9, trainer=2.0), entry(fleet=5.0, trainer=2.0)]
     [fall] = falls(entry(fleet=0.91, trainer=1.79), history)
-    assert (fall.name, fall.before, fall.runs) == ("trainer", 2.0, 3)
+    assert fall.name == "trainer"
+    assert fall.before == 2.0
+    assert fall.runs == 3
     assert str(fall) == "trainer fell to 1.790: -10% from 2.000 in 3 runs"
     assert falls(entry(fleet=0.9, trainer=1.8), history) == []
     assert [fall.name for fall in falls(entry(fleet=0.89, trainer=1.8), history)] == ["fleet"]
@@ -37,11 +42,11 @@ def test_only_runs_of_the_same_machine_and_model_are_compared() -> None:
     assert falls(entry(fleet=0.5), history) == []
 
 
-def test_missed_targets_are_named() -> None:
+def test_missed_bench_targets_are_named() -> None:
     assert missed({"fleet": 0.94, "trainer": 0.95, "busy_share": 0.91}) == ["fleet"]
 
 
-def test_the_history_is_one_line_a_run(tmp_path: Path) -> None:
+def test_bench_history_has_one_line_per_run(tmp_path: Path) -> None:
     path = tmp_path / "results" / "history.jsonl"
     assert read_history(path) == []
     entries = [entry(fleet=1.0), entry(fleet=0.9)]
@@ -51,7 +56,7 @@ def test_the_history_is_one_line_a_run(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_run_that_fell_exits_with_1_and_names_the_ratio(
+def test_bench_exits_with_1_and_names_the_ratio_that_fell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bench import loop
@@ -80,7 +85,7 @@ def test_commands_of_earlier_versions_are_answered_with_their_scripts(
     assert (Path(__file__).parents[2] / script).is_file()
 
 
-def test_shares_are_of_wall_time_without_the_first_and_the_last_step() -> None:
+def test_time_shares_exclude_the_first_and_the_last_step() -> None:
     """Two steps of 10 s each count: 6 + 7 s rollouts, 2 + 1 s training, 1 + 1 s sync, 2 s of neither."""
 
     def row(time: float, rollout: float, train: float, sync: float) -> dict[str, float]:
@@ -105,5 +110,5 @@ def test_shares_are_of_wall_time_without_the_first_and_the_last_step() -> None:
         ("sh -c true", "other"),
     ],
 )
-def test_processes_are_told_by_their_command_lines(line: str, role: str) -> None:
+def test_processes_are_classified_by_their_command_lines(line: str, role: str) -> None:
     assert role_of(line.split()) == role

@@ -39,7 +39,7 @@ def lengths(workload: str) -> list[int]:
     return [len(sample.tokens_T) for sample in batch.samples]
 
 
-def test_lengths_are_equal_or_long_tailed() -> None:
+def test_bench_lengths_are_equal_or_long_tailed() -> None:
     assert lengths("equal_lengths") == [256] * 16
     tail = lengths("long_tailed")
     assert 0.8 * 4096 < sum(tail) <= 4096
@@ -73,7 +73,7 @@ def test_a_plain_step_pads_every_row_once(sorted_by_length: bool) -> None:
     assert padded.denominators.tokens == sum(int(rows.trained_BT.sum()) for rows in padded.micro_batches)
 
 
-def test_the_objective_is_what_is_neither_model_nor_optimizer() -> None:
+def test_objective_time_excludes_model_and_optimizer() -> None:
     """1 s of 10 in the first step, 2 of 10 in the second."""
     steps = _StepResult(
         speeds={"equal_lengths": {"ours": [300.0, 330.0], "reference": [300.0, 300.0]}},
@@ -104,7 +104,7 @@ def test_two_ranks_divide_the_heads(own: tuple[int, int], even: tuple[int, int])
     assert even_heads(*own) == even
 
 
-def test_another_model_stands_in_where_two_ranks_cannot_divide_the_heads(tmp_path: Path) -> None:
+def test_bench_uses_another_model_where_two_ranks_cannot_divide_the_heads(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
     make_even_model(source, tmp_path / "even")
     config = read_hf_config(tmp_path / "even")
@@ -150,7 +150,9 @@ def measured(
     return list(measure_trainer(bench_settings(model))), layouts
 
 
-def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_one_trainer_measurement_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny_model(tmp_path / "model", heads=4, kv_heads=2, head_dim=16)
     parts, _ = measured(monkeypatch, model, failing="data_parallel_2")
     steps, memory, data, tensor = parts
@@ -161,7 +163,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_what_is_compared_with_one_process_needs_that(
+def test_comparison_with_one_process_needs_its_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
@@ -173,7 +175,7 @@ def test_what_is_compared_with_one_process_needs_that(
 
 
 @pytest.mark.slow
-def test_what_is_measured_ends_with_a_killed_bench(tmp_path: Path) -> None:
+def test_measured_process_ends_with_a_killed_bench(tmp_path: Path) -> None:
     """`http.server` stands for a rank."""
     script = (
         "import sys; from pathlib import Path; from invrl.bench.trainer import _Program;"
@@ -205,7 +207,7 @@ def test_what_is_measured_ends_with_a_killed_bench(tmp_path: Path) -> None:
         (["train", "--model-path", "MODEL", "--repetition", "2"], "did you mean --repetitions"),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_trainer_bench_refuses_bad_arguments(
     arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = {"MODEL": str(make_tiny_model(tmp_path / "model")), "EMPTY": str(tmp_path)}

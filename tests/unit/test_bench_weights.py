@@ -61,14 +61,14 @@ SECOND = [0.5, 1.5, 4.0, 9.0]
     ],
     ids=["early", "late", "before", "after_the_last_token"],
 )
-def test_a_gap_is_of_one_stream_and_a_silence_of_all(
+def test_gap_is_measured_per_stream_and_silence_over_all_streams(
     span: tuple[float, float], gap: float, silence: float
 ) -> None:
     assert longest_gap([FIRST, SECOND], window(*span)) == gap
     assert longest_silence([FIRST, SECOND], window(*span)) == silence
 
 
-def test_a_decode_step_is_measured_where_nothing_else_happens() -> None:
+def test_decode_step_is_measured_outside_of_updates() -> None:
     assert decode_step([FIRST, SECOND], [window(0.0, 2.0), window(7.0, 8.0)]) == 1.0
     assert decode_step([FIRST, SECOND], [window(1.5, 9.0)]) == 3.75  # 5, 1, 2.5 and 5
     with pytest.raises(ValueError, match="no median"):
@@ -90,7 +90,7 @@ def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Stream
     return streams
 
 
-def test_a_pause_is_the_gap_without_the_decode_step_in_copies() -> None:
+def test_pause_is_the_gap_minus_the_decode_step_as_a_multiple_of_a_copy() -> None:
     """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s. In the second update a token comes
     after the engine was resumed and before the canary ends: a longer gap follows the one of the load."""
     tokens = [0.0, 0.1, 0.6, 0.7, 1.26, 1.96, 2.06, 2.16, 2.96]
@@ -111,18 +111,21 @@ def test_a_pause_is_the_gap_without_the_decode_step_in_copies() -> None:
     assert details["load_gap_s"] == pytest.approx({"median": 0.56, "longest": 0.8})
 
 
-def test_failed_requests_and_wrong_tensors_are_a_failure() -> None:
+def test_failed_requests_or_wrong_tensors_fail_the_bench() -> None:
     streams = ended_streams([0.0, 0.1, 0.2, 0.9], failures=("connection reset", "aborted"))
     part = part_in_flight([timed_update(0.3, 0.8)], streams, [window(0.0, 0.3)], number=8, unequal=3)
-    assert (part.ratios["failed_requests_8"], part.ratios["unequal_tensors_8"]) == (2, 3)
+    assert part.ratios["failed_requests_8"] == 2
+    assert part.ratios["unequal_tensors_8"] == 3
     assert "2 requests failed, the first with: connection reset" in part.failure
     assert "3 tensors" in part.failure
 
 
-def test_phases_are_medians() -> None:
+def test_bench_phases_are_medians() -> None:
     updates = [timed_update(0, 1, load=seconds, ready_s=10 * seconds) for seconds in (0.3, 0.1, 0.2)]
     summary = summary_of(updates)
-    assert (summary["phases"], summary["ready_s"], summary["updates"]) == ({"load": 0.2}, 2.0, 3)
+    assert summary["phases"] == {"load": 0.2}
+    assert summary["ready_s"] == 2.0
+    assert summary["updates"] == 3
 
 
 def entry(**ratios: float) -> Entry:
@@ -138,7 +141,7 @@ def test_costs_that_rise_by_more_than_a_quarter_are_flagged() -> None:
     assert exceeded({"idle": 3.1, "failed": 0.0, "other": 9.0}, {"idle": 3.0, "failed": 0.0}) == ["idle"]
 
 
-async def test_weights_never_come_back_to_one_of_the_two_versions_before() -> None:
+async def test_bench_weights_differ_from_those_of_the_two_previous_versions() -> None:
     """Else a slot of the arena that was not written could hold the right bytes by chance."""
     tensors = {"weight": torch.linspace(0.5, 1.0, 257).bfloat16()}
     sender = ChangingWeights(tensors)
@@ -166,7 +169,7 @@ def test_the_large_model_has_1_24_billion_parameters() -> None:
     assert sum(tensor.numel() for tensor in empty.values()) == 1_235_814_400
 
 
-async def test_the_loader_unpickles_nothing_without_the_key() -> None:
+async def test_bench_loader_unpickles_nothing_without_the_key() -> None:
     application = make_application(make_module({"weight": (2, 2)}, torch.float32), "secret")
     async with TestClient(TestServer(application)) as client:
         body = {"serialized_named_tensors": ["not even base64"]}
@@ -219,7 +222,7 @@ async def updated() -> AsyncIterator[tuple[UpdatedEngine, SglangClient, StandIn]
             yield engine, client, stand_in
 
 
-async def test_updates_are_measured_with_requests_in_flight(
+async def test_weight_bench_measures_updates_with_requests_in_flight(
     updated: tuple[UpdatedEngine, SglangClient, StandIn],
 ) -> None:
     engine, client, _ = updated
@@ -236,7 +239,7 @@ async def test_updates_are_measured_with_requests_in_flight(
     assert seconds["gap_s"]["longest"] >= seconds["phases"]["paused"]
 
 
-async def test_a_request_that_is_cut_short_is_a_failure(
+async def test_request_cut_short_fails_the_bench(
     updated: tuple[UpdatedEngine, SglangClient, StandIn],
 ) -> None:
     engine, client, stand_in = updated
@@ -246,7 +249,7 @@ async def test_a_request_that_is_cut_short_is_a_failure(
     assert "1 of" in part.failure
 
 
-async def test_tensors_that_the_engine_lacks_are_a_failure(
+async def test_missing_engine_tensors_fail_the_bench(
     updated: tuple[UpdatedEngine, SglangClient, StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, _ = updated
@@ -264,7 +267,9 @@ async def test_tensors_that_the_engine_lacks_are_a_failure(
     assert "8 tensors" in part.failure
 
 
-async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failure_of_one_weight_measurement_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def on_loader(name: str, *_: object) -> Part:
         if name == "loader":
             raise ServerError("the loader died")
@@ -315,7 +320,7 @@ async def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyt
         (["--model-path", "MODEL", "--device", "cuda", "--no-engine"], "sees no GPU"),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_weight_bench_refuses_bad_arguments(
     arguments: list[str],
     reason: str,
     tmp_path: Path,
@@ -329,7 +334,7 @@ def test_bad_arguments_are_refused(
     assert reason in capsys.readouterr().err
 
 
-def test_on_a_gpu_both_ends_and_the_memory_are_compared_with_the_bytes() -> None:
+def test_gpu_bench_compares_both_ends_and_the_memory_with_the_weight_bytes() -> None:
     details = {"copy_s": 0.5, "num_bytes": 1000, "phases": {"stage": 2.0, "load": 3.0, "pause": 7.0}}
     part = Part(ratios={"loader": 30.0}, details={"loader": details})
     measured = weights.with_gpu_ratios(part, "loader", memory_growth=250)

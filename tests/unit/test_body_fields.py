@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from test_gateway_turns import ASK, MORE, Running, running
+from running_gateway import ASK, MORE, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
@@ -65,7 +65,7 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
 
 
 @every_dialect
-def test_what_cannot_matter_is_ignored_and_named(name: str):
+def test_unknown_harmless_fields_are_ignored_and_named(name: str):
     fields = {"provider": {"order": ["x"]}, "usage": {"include": True}, "trace": "x", "unset": None}
     assert parsed(name, **fields).ignored == ("provider", "usage", "trace")
     assert parsed(name).ignored == ()
@@ -87,7 +87,7 @@ def test_what_cannot_matter_is_ignored_and_named(name: str):
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_what_would_change_sampling_is_refused(name: str, field: dict[str, Any]):
+def test_unknown_field_that_would_change_sampling_is_refused(name: str, field: dict[str, Any]):
     with pytest.raises(SessionError) as refused:
         parsed(name, **field)
     [param] = field
@@ -96,7 +96,7 @@ def test_what_would_change_sampling_is_refused(name: str, field: dict[str, Any])
 
 
 @every_dialect
-def test_a_value_that_asks_for_nothing_is_taken(name: str):
+def test_sampling_fields_with_neutral_values_are_accepted(name: str):
     fields = {"min_tokens": 0, "ignore_eos": False, "guided_json": None, "typical_p": 1.0, "bad_words": []}
     assert parsed(name, **fields).ignored == ()
 
@@ -112,11 +112,11 @@ def test_sampling_parameters_of_other_apis_are_refused(name: str, field: dict[st
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])
-def test_a_name_of_another_api_is_no_misspelt_parameter(name: str):
+def test_field_of_another_api_does_not_count_as_misspelt(name: str):
     parsed(name, speed="fast")  # Anthropic's; `seed` is like it
 
 
-def test_a_misspelt_parameter_is_told_its_name():
+def test_misspelt_parameter_is_answered_with_the_right_name():
     with pytest.raises(SessionError, match="`max_completion_tokens` is"):
         parsed("chat", max_completion_token=5)
 
@@ -135,7 +135,7 @@ def test_unknown_fields_of_messages_are_ignored(name: str):
     assert set(turn.ignored) == {f"{entries}[].{field}" for field in ("cache_control", *extra)}
 
 
-def test_an_answer_of_anthropics_api_can_be_sent_back_whole():
+def test_anthropic_reply_can_be_sent_back_whole():
     usage = {"input_tokens": 1, "output_tokens": 2}
     answer = {"id": "msg_1", "type": "message", "model": "tiny", "stop_reason": "end_turn", "usage": usage}
     reply = answer | {"role": "assistant", "content": [{"type": "text", "text": "Hi", "parsed_output": 1}]}
@@ -144,7 +144,7 @@ def test_an_answer_of_anthropics_api_can_be_sent_back_whole():
     assert turn.ignored == ()
 
 
-def test_a_message_of_litellm_can_be_sent_back_whole():
+def test_litellm_message_can_be_sent_back_whole():
     extra = {"reasoning_content": "So", "thinking_blocks": [{"type": "thinking", "thinking": "So"}]}
     unset = {"function_call": None, "audio": None, "images": None, "annotations": []}
     known = {"provider_specific_fields": {"refusal": None}, "tool_calls": None}
@@ -154,14 +154,14 @@ def test_a_message_of_litellm_can_be_sent_back_whole():
     assert set(turn.ignored) == {"messages[].thinking_blocks", "messages[].provider_specific_fields"}
 
 
-def test_a_message_that_begins_the_reply_is_refused():
+def test_prefilled_reply_is_refused():
     with pytest.raises(SessionError) as refused:
         parsed("chat", messages=[ASK, {"role": "assistant", "content": "It", "prefix": True}])
     assert refused.value.param == "messages[1].prefix"
 
 
 @every_dialect
-def test_a_body_of_nothing_but_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_body_with_thousands_of_unknown_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
     compared: list[str] = []
 
     def counted(word: str, *_: Any, **__: Any) -> list[str]:
@@ -171,12 +171,13 @@ def test_a_body_of_nothing_but_names_is_refused(name: str, monkeypatch: pytest.M
     monkeypatch.setattr("difflib.get_close_matches", counted)
     with pytest.raises(SessionError) as refused:
         parsed(name, **{f"unknown-{nth}": 1 for nth in range(10_000)})
-    assert (refused.value.status, refused.value.code) == (400, "too_many_fields")
+    assert refused.value.status == 400
+    assert refused.value.code == "too_many_fields"
     assert parsed(name, **{"q" * 1_000_000: 1}).ignored == ("q" * 64,)
     assert not compared  # each comparison takes 50 us, and a long name's in proportion to its length
 
 
-def test_names_of_clients_are_bounded():
+def test_number_of_recorded_client_fields_is_bounded():
     fields = {f"field_{number}_" + "x" * 1000: 1 for number in range(200)}
     ignored = parsed("chat", **fields).ignored
     assert len(ignored) == 32
@@ -201,7 +202,9 @@ def test_names_of_clients_are_bounded():
         ({"reasoning_effort": "minimal"}, False),
     ],
 )
-def test_thinking_is_asked_for_as_other_servers_have_it(fields: dict[str, Any], thinking: bool | None):
+def test_thinking_is_requested_with_the_fields_of_other_servers(
+    fields: dict[str, Any], thinking: bool | None
+):
     turn = parsed("chat", **fields)
     assert turn.thinking is thinking
     assert turn.ignored == ()
@@ -215,12 +218,10 @@ def test_a_negative_seed_is_a_400(name: str):
     assert parsed(name, seed=2**63 - 1).sampling.sampling_seed == 2**63 - 1
 
 
-def test_a_text_and_its_calls_in_two_messages_are_one_reply():
+def test_text_and_calls_in_two_messages_are_one_reply():
     call = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
-    said, called = (
-        {"role": "assistant", "content": "Let me see."},
-        {"role": "assistant", "tool_calls": [call]},
-    )
+    said = {"role": "assistant", "content": "Let me see."}
+    called = {"role": "assistant", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
     whole = parsed("chat", messages=[ASK, said | called, result], tools=TOOLS)
     apart = parsed("chat", messages=[ASK, said, called, result], tools=TOOLS)
@@ -233,7 +234,7 @@ class Sum(BaseModel):
     value: int
 
 
-async def test_what_parse_returns_can_be_sent_back(gateway: Running, renderer: Renderer):
+async def test_reply_of_the_openai_parse_method_can_be_sent_back(gateway: Running, renderer: Renderer):
     gateway.engine.script = lambda _: [*renderer.encode('{"value": 156}'), END]
     [session] = await gateway.open(purpose="serve")
     chat = gateway.client(session).chat.completions
@@ -270,11 +271,13 @@ def assistant_parts(name: str, texts: Sequence[str]) -> dict[str, Any]:
         {"id": f"c{at}", "type": "function", "function": {"name": "calc", "arguments": text}}
         for at, text in enumerate(texts)
     ]
-    return {"messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [one]} for one in calls)]}
+    return {
+        "messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [call]} for call in calls)]
+    }
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])
-def test_the_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyPatch):
     """Two at a time, 8 MB of parts took seconds: each copied all that came before it."""
     sizes: list[int] = []
 
@@ -304,7 +307,9 @@ def test_the_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.Mon
         (["a", "b", "+"], ["a", "b"]),
     ],
 )
-def test_which_parts_are_one_reply(sent: list[str], joined: list[str]):
+def test_consecutive_chat_messages_are_joined_into_one_reply_by_their_calls(
+    sent: list[str], joined: list[str]
+):
     """Of chat; + is a call. Two texts in a row are two replies, unless a call has joined them."""
     call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
     parts = []

@@ -67,7 +67,7 @@ async def turns_of_the_loop(count: int = 200) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_close_during_a_ledger_write_waits_for_it_and_loses_nothing(tmp_path: Path) -> None:
+async def test_close_waits_for_a_ledger_write_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     actor, held = await started(path)
     lease = await actor.lease()
@@ -92,7 +92,7 @@ async def test_a_close_during_a_ledger_write_waits_for_it_and_loses_nothing(tmp_
     assert [str(one.entry.state) for one in kept][-2:] == ["trained", "trained"]
 
 
-async def test_a_call_that_is_cancelled_leaves_the_write_whole(tmp_path: Path) -> None:
+async def test_cancelled_call_leaves_the_ledger_write_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     actor, held = await started(path)
     await actor.lease()
@@ -108,7 +108,7 @@ async def test_a_call_that_is_cancelled_leaves_the_write_whole(tmp_path: Path) -
     assert [one.entry.sequence for one in kept] == list(range(len(kept)))
 
 
-async def test_closing_twice_and_before_the_start(tmp_path: Path) -> None:
+async def test_buffer_may_be_closed_twice_and_before_its_start(tmp_path: Path) -> None:
     actor, held = await started(tmp_path / "run.sqlite")
     held.let_through.set()
     await actor.close()
@@ -123,7 +123,7 @@ async def test_closing_twice_and_before_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("statement", ["INSERT", "COMMIT"])
-def test_a_write_that_fails_leaves_no_transaction_open(tmp_path: Path, statement: str) -> None:
+def test_failed_ledger_write_leaves_no_open_transaction(tmp_path: Path, statement: str) -> None:
     """Of the two faults one is in the rows, one at the commit (a full disk)."""
 
     def entry(sequence: int) -> LedgerEntry:
@@ -143,7 +143,7 @@ def test_a_write_that_fails_leaves_no_transaction_open(tmp_path: Path, statement
             store.write([entry(0), entry(0)])
     store._db = real
     store.write([entry(0), entry(1)])
-    assert [one.entry.sequence for one in read_ledger(path)] == [0, 1]
+    assert [record.entry.sequence for record in read_ledger(path)] == [0, 1]
 
 
 class Failing:

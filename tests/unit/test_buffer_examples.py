@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
-from invrl.buffer.group_filters import GROUP_FILTERS, group_filter_function, nonzero_variance
+from invrl.buffer.group_filters import group_filter_function, nonzero_variance
 from invrl.buffer.ledger import Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
@@ -17,89 +18,7 @@ from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import rollout_metrics
 from invrl.reasons import DropReason, FailureReason
-from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, Group, GroupLease, Place, RolloutSummary, Task, WeightVersion
-
-
-def summary(
-    group_id: str,
-    index: int,
-    attempt: int = 0,
-    *,
-    reward: float = 1.0,
-    oldest: int = 0,
-    newest: int = 0,
-    tokens: int = 5,
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=f"{group_id}.{index}.{attempt}",
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=10,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=tokens,
-        trained_tokens=tokens,
-        truncated=False,
-        oldest_version=WeightVersion(oldest),
-        newest_version=WeightVersion(newest),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def failure(group_id: str, index: int, attempt: int = 0) -> FailedRollout:
-    return FailedRollout(
-        session_id=f"{group_id}.{index}.{attempt}",
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=attempt,
-        reason=FailureReason.EXCEPTION,
-        detail="boom",
-    )
-
-
-def tasks(count: int = 1000) -> Iterator[Task]:
-    return (Task(id=f"t{n}", payload={}) for n in range(count))
-
-
-def make(
-    *,
-    staleness: int = 0,
-    over: int = 0,
-    batch: int = 1,
-    group: int = 2,
-    attempts: int = 2,
-    source: Iterator[Task] | None = None,
-    group_filter: GroupFilter = GROUP_FILTERS["none"],
-    entries: list[LedgerEntry] | None = None,
-) -> GroupBuffer:
-    return GroupBuffer(
-        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
-        tasks=source if source is not None else tasks(),
-        group_filter=group_filter,
-        emit=[].append if entries is None else entries.append,
-    )
-
-
-def lease_all(buffer: GroupBuffer) -> list[GroupLease]:
-    leases = []
-    while (lease := buffer.lease()) is not None:
-        leases.append(lease)
-    return leases
-
-
-def complete(buffer: GroupBuffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
-    for index in range(group):
-        buffer.record(summary(group_id, index, reward=float(index), oldest=oldest, newest=newest))
+from invrl.types import Group, Place, Task, WeightVersion
 
 
 def values(buffer: GroupBuffer) -> dict[str, float]:
@@ -110,13 +29,13 @@ def values(buffer: GroupBuffer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("staleness", "over", "expected"), [(0, 0, 3), (1, 0, 6), (3, 2, 14)])
-def test_groups_under_way_are_bounded(staleness: int, over: int, expected: int) -> None:
+def test_number_of_open_groups_is_bounded_by_staleness(staleness: int, over: int, expected: int) -> None:
     buffer = make(staleness=staleness, over=over, batch=3)
     assert len(lease_all(buffer)) == expected
     assert expected == admission_limit(BufferConfig(max_staleness=staleness, over_sampling_groups=over), 3)
 
 
-def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
+def test_bound_0_leases_nothing_between_take_and_advance() -> None:
     """A rollout begun then would be one version old when its batch is taken."""
     buffer = make(staleness=0, batch=1)
     (lease,) = lease_all(buffer)
@@ -143,7 +62,7 @@ def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(staleness: i
     assert buffer.events.dropped["stale"] == (0 if is_taken else 1)
 
 
-def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
+def test_bound_1_leases_the_next_batch_while_a_batch_trains() -> None:
     buffer = make(staleness=1, batch=2)
     first = lease_all(buffer)
     assert len(first) == 4
@@ -161,7 +80,7 @@ def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
     assert rollout_metrics(batch)["staleness_max"].value() == 1.0
 
 
-def test_advance_without_a_new_version_frees_the_places() -> None:
+def test_advance_without_a_new_version_frees_places_for_new_groups() -> None:
     """A loop without a trainer."""
     buffer = make(batch=1)
     for step in range(3):
@@ -174,7 +93,7 @@ def test_advance_without_a_new_version_frees_the_places() -> None:
         buffer.advance(WeightVersion(0))
 
 
-def test_without_a_trainer_a_batch_is_dropped_and_the_next_may_come() -> None:
+def test_rollout_only_drops_a_batch_and_leases_the_next() -> None:
     entries: list[LedgerEntry] = []
     buffer = make(batch=1, entries=entries)
     for step in range(2):
@@ -207,7 +126,7 @@ def test_a_failed_member_is_replaced_before_new_groups_begin() -> None:
     assert following.group_id == "g1"
 
 
-def test_two_failed_members_are_one_lease() -> None:
+def test_two_failed_members_are_replaced_in_one_lease() -> None:
     buffer = make(group=3)
     buffer.lease()
     buffer.record(failure("g0", 2))
@@ -217,7 +136,7 @@ def test_two_failed_members_are_one_lease() -> None:
     assert [(m.index, m.attempt) for m in lease.members] == [(0, 1), (2, 1)]
 
 
-def test_after_the_last_attempt_the_group_is_dropped_whole() -> None:
+def test_group_is_dropped_whole_after_the_last_attempt() -> None:
     entries: list[LedgerEntry] = []
     buffer = make(group=3, attempts=2, entries=entries)
     buffer.lease()
@@ -234,12 +153,12 @@ def test_after_the_last_attempt_the_group_is_dropped_whole() -> None:
     }
     assert [e.failure for e in entries if e.place.index == 0 and e.reason] == [FailureReason.EXCEPTION] * 2
     buffer.record(summary("g0", 2))  # its worker did not know
-    got = values(buffer)
-    assert got["groups_dropped/incomplete"] == 1
-    assert got["rollouts_dropped/incomplete"] == 3
-    assert got["rollouts_dropped/replaced"] == 1
-    assert got["rollouts_failed/exception"] == 2
-    assert got["outcomes_late"] == 1
+    metrics = values(buffer)
+    assert metrics["groups_dropped/incomplete"] == 1
+    assert metrics["rollouts_dropped/incomplete"] == 3
+    assert metrics["rollouts_dropped/replaced"] == 1
+    assert metrics["rollouts_failed/exception"] == 2
+    assert metrics["outcomes_late"] == 1
     assert not buffer._in_flight
 
 
@@ -257,7 +176,7 @@ def test_a_dropped_group_leaves_no_replacement_behind() -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_a_failed_rollout(reward: float) -> None:
+def test_reward_that_is_not_a_number_fails_the_rollout(reward: float) -> None:
     buffer = make()
     buffer.lease()
     buffer.record(summary("g0", 0, reward=reward))
@@ -279,10 +198,10 @@ def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
     batch = buffer.take()
     assert batch is not None
     assert [group.id for group in batch.groups] == ["g1"]
-    got = values(buffer)
-    assert got["groups_dropped/zero_variance"] == 1
-    assert got["rollouts_dropped/zero_variance"] == 2
-    assert got["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    metrics = values(buffer)
+    assert metrics["groups_dropped/zero_variance"] == 1
+    assert metrics["rollouts_dropped/zero_variance"] == 2
+    assert metrics["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
 
 
 def raising(group: Group) -> str | None:
@@ -301,7 +220,7 @@ def wordless(group: Group) -> str | None:
         (wordless, "filter_returned_no_word"),
     ],
 )
-def test_a_users_filter_keeps_its_own_word(group_filter: GroupFilter, word: str) -> None:
+def test_group_filter_of_the_user_names_its_own_drop_reason(group_filter: GroupFilter, word: str) -> None:
     entries: list[LedgerEntry] = []
     buffer = make(group_filter=group_filter, entries=entries)
     buffer.lease()
@@ -319,7 +238,7 @@ def test_a_group_without_a_trained_token_is_dropped() -> None:
     assert values(buffer)["groups_dropped/filtered/no_trained_tokens"] == 1
 
 
-def test_filters_by_name() -> None:
+def test_group_filters_are_found_by_name_and_a_wrong_name_suggests_the_nearest() -> None:
     assert group_filter_function("nonzero_variance") is nonzero_variance
     with pytest.raises(PluginError, match="did you mean 'nonzero_variance'"):
         group_filter_function("non_zero_variance")
@@ -328,7 +247,7 @@ def test_filters_by_name() -> None:
 # ------------------------------------------------------------------ versions
 
 
-def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
+def test_batch_is_taken_only_after_the_canary_of_its_version() -> None:
     buffer = make(staleness=1, batch=1)
     buffer.lease()
     complete(buffer, "g0", oldest=0, newest=1)  # the engines are already on 1
@@ -338,7 +257,7 @@ def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
     assert buffer.take() is not None
 
 
-def test_the_oldest_token_decides() -> None:
+def test_oldest_token_of_a_group_decides_whether_it_is_stale() -> None:
     """Bound 1, trainer at 2: a rollout that began under 0 is too old, whatever it ended under."""
     buffer = make(staleness=1, batch=1)
     leases = lease_all(buffer)
@@ -352,7 +271,7 @@ def test_the_oldest_token_decides() -> None:
     assert values(buffer)["groups_dropped/stale"] == 1
 
 
-def test_a_group_with_one_member_too_old_is_given_up_at_once() -> None:
+def test_group_with_one_stale_member_is_dropped_at_once() -> None:
     buffer = make(staleness=0, batch=1)
     buffer.lease()
     buffer.record(summary("g0", 0))
@@ -378,7 +297,7 @@ def test_older_groups_are_taken_first() -> None:
     assert taken == ["g1", "g2", "g3"]
 
 
-def test_what_a_full_batch_left_over_is_called_over_sampled() -> None:
+def test_groups_left_over_by_a_full_batch_are_dropped_as_over_sampled() -> None:
     buffer = make(staleness=0, over=2, batch=1)
     assert len(lease_all(buffer)) == 3
     complete(buffer, "g0")
@@ -388,16 +307,16 @@ def test_what_a_full_batch_left_over_is_called_over_sampled() -> None:
     buffer.trained(batch.batch_id)
     buffer.advance(WeightVersion(1))
     complete(buffer, "g2")  # finished too late for any batch
-    got = values(buffer)
-    assert got["groups_dropped/over_sampled"] == 1
-    assert got["groups_dropped/stale"] == 1
-    assert got["groups_trained"] == 1
+    metrics = values(buffer)
+    assert metrics["groups_dropped/over_sampled"] == 1
+    assert metrics["groups_dropped/stale"] == 1
+    assert metrics["groups_trained"] == 1
 
 
 # ------------------------------------------------------------------ the order of calls
 
 
-def test_the_loop_must_keep_its_order() -> None:
+def test_buffer_calls_out_of_order_are_refused() -> None:
     buffer = make()
     buffer.lease()
     complete(buffer, "g0")
@@ -417,7 +336,7 @@ def test_the_loop_must_keep_its_order() -> None:
         buffer.advance(WeightVersion(0))
 
 
-def test_recording_twice_changes_nothing() -> None:
+def test_recording_an_outcome_twice_changes_nothing() -> None:
     entries: list[LedgerEntry] = []
     buffer = make(entries=entries)
     buffer.lease()
@@ -431,7 +350,7 @@ def test_recording_twice_changes_nothing() -> None:
     assert values(buffer)["outcomes_late"] == 5
 
 
-def test_closing_ends_everything() -> None:
+def test_closing_the_buffer_drops_every_open_rollout() -> None:
     entries: list[LedgerEntry] = []
     buffer = make(staleness=2, batch=1, entries=entries)
     assert len(lease_all(buffer)) == 3
@@ -467,7 +386,7 @@ def dict_source() -> Iterator[Task]:
         (dict_source(), "the task source yielded dict, not invrl.types.Task"),
     ],
 )
-def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
+def test_task_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
     buffer = make(staleness=1, batch=1, source=source)
     assert len(lease_all(buffer)) == 1
     assert buffer.can_fill  # g0 is still to come
@@ -481,7 +400,7 @@ def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
 # ------------------------------------------------------------------ the ledger
 
 
-def test_the_ledger_knows_no_other_transitions() -> None:
+def test_ledger_records_only_allowed_state_transitions() -> None:
     ledger, group = Ledger(), OpenGroup(0, "t", attempts_G=[0], states_G=[None])
     with pytest.raises(BufferStateError):
         ledger.move(group, 0, RolloutState.FINISHED)

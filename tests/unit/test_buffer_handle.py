@@ -25,7 +25,7 @@ def handle(answer: Future[FailureReport]) -> BufferHandle:
     return BufferHandle(actor=ActorHandle("the buffer", actor), batch_timeout_s=60.0)
 
 
-async def test_a_cancellation_that_comes_together_with_an_answer_is_not_lost() -> None:
+async def test_cancellation_that_arrives_with_a_reply_is_not_lost() -> None:
     """Whoever cancels waits for the end of the task: a lost cancellation is a wait for ever."""
     answer: Future[FailureReport] = Future()
 
@@ -48,7 +48,7 @@ async def test_a_cancellation_that_comes_together_with_an_answer_is_not_lost() -
     assert telling.cancelled()
 
 
-async def test_an_answer_that_does_not_come_has_a_deadline() -> None:
+async def test_call_without_a_reply_ends_at_its_deadline() -> None:
     answer: Future[FailureReport] = Future()
     impatient = dataclasses.replace(handle(answer), call_timeout_s=0.01)
     with pytest.raises(DeadlineError, match=r"the buffer to answer failures\(\)"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
+from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
@@ -54,7 +54,9 @@ def go_on(buffer: GroupBuffer, version: int) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("stop_after", [1, 4])
-def test_a_restored_buffer_repeats_what_the_first_one_does(staleness: int, stop_after: int) -> None:
+def test_restored_buffer_repeats_the_decisions_of_the_uninterrupted_buffer(
+    staleness: int, stop_after: int
+) -> None:
     """Twenty seeds, each with failures and replacements. The first buffer's open leases are recorded after
     the snapshot in the same order that the second one leases them again."""
     for seed in range(20):
@@ -140,25 +142,25 @@ class TestOutcomesAfterTheSnapshot:
         go_on(buffer, 1)
         return [(lease.group_id, m.index, m.attempt) for lease in lease_all(buffer) for m in lease.members]
 
-    def test_what_is_in_flight_is_leased_again(self, saved: BufferSnapshot) -> None:
+    def test_rollouts_in_flight_at_a_snapshot_are_leased_again(self, saved: BufferSnapshot) -> None:
         assert self.leased(saved)[:3] == [("g1", 1, 0), ("g2", 0, 0), ("g2", 1, 0)]
 
-    def test_one_sampled_under_the_checkpoints_weights_counts(self, saved: BufferSnapshot) -> None:
+    def test_rollout_sampled_under_the_checkpoints_weights_counts_after_a_restore(
+        self, saved: BufferSnapshot
+    ) -> None:
         leased = self.leased(saved, summary("g1", 1, reward=1.0, newest=1))
         assert leased[:2] == [("g2", 0, 0), ("g2", 1, 0)]
 
-    def test_one_that_saw_lost_weights_does_not(self, saved: BufferSnapshot) -> None:
+    def test_rollout_sampled_under_lost_weights_is_leased_again(self, saved: BufferSnapshot) -> None:
         assert ("g1", 1, 0) in self.leased(saved, summary("g1", 1, reward=1.0, newest=2))
 
-    def test_a_failure_of_the_lost_incarnation_costs_no_attempt(self, saved: BufferSnapshot) -> None:
+    def test_failure_in_a_lost_incarnation_does_not_count_as_an_attempt(self, saved: BufferSnapshot) -> None:
         assert ("g1", 1, 0) in self.leased(saved, failure("g1", 1))
 
-    def test_a_group_that_only_the_lost_incarnation_leased_is_leased_anew(
-        self, saved: BufferSnapshot
-    ) -> None:
+    def test_group_leased_only_by_a_lost_incarnation_is_leased_again(self, saved: BufferSnapshot) -> None:
         assert ("g3", 0, 0) in self.leased(saved, summary("g3", 0, reward=1.0))
 
-    def test_a_run_that_ends_before_they_are_leased_again_ends_them(self, saved: BufferSnapshot) -> None:
+    def test_closing_before_restored_rollouts_are_leased_drops_them(self, saved: BufferSnapshot) -> None:
         again: list[LedgerEntry] = []
         buffer = make(staleness=2, batch=1, entries=again)
         buffer.restore(saved, [])
@@ -166,17 +168,17 @@ class TestOutcomesAfterTheSnapshot:
         last = {(entry.place.group_id, entry.place.index): entry.state for entry in again}
         assert last == dict.fromkeys([("g1", 0), ("g1", 1), ("g2", 0), ("g2", 1)], RolloutState.DROPPED)
 
-    def test_other_tasks_are_refused(self, saved: BufferSnapshot) -> None:
+    def test_restore_with_other_tasks_is_refused(self, saved: BufferSnapshot) -> None:
         renamed = (task for task in tasks() if task.id != "t0")
         with pytest.raises(BufferStateError, match="g1 had task t1, the task source now gives t2"):
             make(staleness=2, source=renamed).restore(saved, [])
 
-    def test_a_source_that_is_too_short_is_refused(self, saved: BufferSnapshot) -> None:
+    def test_restore_with_too_short_a_task_source_is_refused(self, saved: BufferSnapshot) -> None:
         with pytest.raises(BufferStateError, match="the task source has ended"):
             make(staleness=2, source=tasks(2)).restore(saved, [])
 
 
-def test_no_snapshot_while_a_batch_is_out() -> None:
+def test_snapshot_is_refused_while_a_batch_is_not_trained() -> None:
     buffer = make()
     lease_all(buffer)
     complete(buffer, "g0")
@@ -193,7 +195,7 @@ class TestLineage:
             sequence=sequence, place=Place(group, 0, 0), task_id="t", state=state, batch_id=batch
         )
 
-    def test_only_the_last_incarnations_ancestry_survives(self, tmp_path: Path) -> None:
+    def test_ledger_keeps_only_entries_of_the_last_incarnations_ancestors(self, tmp_path: Path) -> None:
         path = tmp_path / "run.sqlite"
         store = LedgerStore(path)
         assert store.begin(parent=0, step=0, sequence=0) == 1
@@ -212,10 +214,10 @@ class TestLineage:
             (2, 1, 4),
             (3, 1, 4),
         ]
-        kept = [one.entry.place.group_id for one in read_ledger(path) if not one.lost]
+        kept = [record.entry.place.group_id for record in read_ledger(path) if not record.lost]
         assert kept == ["g0", "g3"]
 
-    def test_a_grandparents_later_entries_stay_lost(self, tmp_path: Path) -> None:
+    def test_entries_lost_by_a_grandparent_incarnation_stay_lost(self, tmp_path: Path) -> None:
         """The grandchild began with a checkpoint that its parent inherited from before its own beginning."""
         path = tmp_path / "run.sqlite"
         store = LedgerStore(path)
@@ -223,7 +225,10 @@ class TestLineage:
         store.write([self.entry(n, f"g{n}", RolloutState.IN_FLIGHT) for n in range(6)])
         store.begin(parent=1, step=2, sequence=3)
         store.begin(parent=2, step=1, sequence=2)
-        assert [one.entry.place.group_id for one in read_ledger(path) if not one.lost] == ["g0", "g1"]
+        assert [record.entry.place.group_id for record in read_ledger(path) if not record.lost] == [
+            "g0",
+            "g1",
+        ]
 
     @pytest.mark.parametrize(
         ("entries", "message"),
@@ -234,7 +239,9 @@ class TestLineage:
             ([("g0", RolloutState.FINISHED, None)], "1 rollouts have not ended"),
         ],
     )
-    def test_the_check_finds_what_must_not_be(self, tmp_path: Path, entries, message: str) -> None:
+    def test_lineage_check_finds_rollouts_with_two_or_no_ends(
+        self, tmp_path: Path, entries, message: str
+    ) -> None:
         store = LedgerStore(tmp_path / "run.sqlite")
         store.begin(parent=0, step=0, sequence=0)
         store.write([self.entry(n, group, state, batch) for n, (group, state, batch) in enumerate(entries)])

@@ -434,7 +434,9 @@ TestBufferMachine = BufferMachine.TestCase
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("over", [0, 2])
-def test_a_run_with_losses_trains_every_step_within_the_bound(staleness: int, over: int) -> None:
+def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
+    staleness: int, over: int
+) -> None:
     """Fifty steps with a third of the rollouts failing or equal, the engine always one lease behind: no
     step starves, no group waits longer than the bound, and every drop has its reason."""
     entries: list[LedgerEntry] = []

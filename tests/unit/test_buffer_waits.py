@@ -103,7 +103,7 @@ async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIter
     await actor.close()
 
 
-async def test_outcomes_arrive_through_the_outbox_and_wake_the_take() -> None:
+async def test_outcome_from_the_outbox_wakes_a_waiting_take() -> None:
     outbox = Outbox()
     async with running(outbox) as actor:
         waiting = asyncio.create_task(actor.take(600.0))
@@ -120,7 +120,7 @@ async def test_outcomes_arrive_through_the_outbox_and_wake_the_take() -> None:
         assert resolve(await actor.metrics())["outcomes_late"] == 1
 
 
-async def test_a_new_version_wakes_the_take() -> None:
+async def test_new_version_wakes_a_waiting_take() -> None:
     outbox = Outbox()
     async with running(outbox, batch=1) as actor:
         lease = await actor.lease()
@@ -139,7 +139,7 @@ async def test_a_new_version_wakes_the_take() -> None:
         assert await actor.lease() is not None
 
 
-async def test_a_deadline_names_what_is_missing() -> None:
+async def test_deadline_of_a_take_names_the_missing_groups() -> None:
     outbox = Outbox()
     async with running(outbox) as actor:
         leases = [await actor.lease(), await actor.lease()]
@@ -170,7 +170,7 @@ async def test_a_deadline_names_what_is_missing() -> None:
         assert "rollouts failed: 1 timeout" in str(caught.value)
 
 
-async def test_an_ended_task_source_fails_the_take_at_once() -> None:
+async def test_ended_task_source_fails_a_waiting_take_at_once() -> None:
     """Also when the end is found only after the last outcome came in."""
     outbox = Outbox()
     async with running(outbox, tasks=one) as actor:
@@ -185,7 +185,7 @@ async def test_an_ended_task_source_fails_the_take_at_once() -> None:
             await asyncio.wait_for(waiting, 60.0)
 
 
-async def test_a_broken_outbox_reaches_those_who_wait() -> None:
+async def test_broken_outbox_fails_waiting_calls() -> None:
     outbox = Outbox()
     async with running(outbox) as actor:
         waiting = asyncio.create_task(actor.take(600.0))

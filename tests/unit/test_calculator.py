@@ -51,14 +51,14 @@ TASK = Task(id="21*34", payload={"a": 21, "b": 34}, label=714)
         ([(None, "stop")], 0.0),
     ],
 )
-async def test_rewards(turns, reward):
+async def test_calculator_reward_follows_from_the_models_replies(turns, reward):
     model = ScriptedModel(turns)
     result = await calculator.rollout(TASK, model)  # type: ignore[arg-type]
     assert result.reward == reward
     assert len(model.asked) == len(turns)
 
 
-async def test_the_second_turn_extends_the_first_with_the_result_of_the_call_that_was_written():
+async def test_second_turn_appends_the_result_of_the_written_call():
     model = ScriptedModel([("calc(21*35)", "stop"), ("735", "stop")])
     await calculator.rollout(TASK, model)  # type: ignore[arg-type]
     first, second = (request["messages"] for request in model.asked)
@@ -84,7 +84,7 @@ def pairs(tasks):
 ALL_ORDERED = len(calculator.OPERANDS) ** 2
 
 
-def test_splits_share_no_pair_whatever_the_seeds():
+def test_splits_share_no_pair_of_numbers_for_any_seeds():
     train = pairs(islice(calculator.task_source("train", 1), ALL_ORDERED))
     for seed in range(5):
         assert not train & pairs(calculator.task_source("eval", seed))
@@ -92,13 +92,13 @@ def test_splits_share_no_pair_whatever_the_seeds():
     assert train | pairs(calculator.task_source("eval", 0)) == everything - {(12, 13)}
 
 
-def test_eval_is_finite_distinct_and_enough():
+def test_eval_split_is_finite_distinct_and_large_enough():
     tasks = list(calculator.task_source("eval", 0))
     assert len(tasks) == len(pairs(tasks)) >= 200
     assert {task.split for task in tasks} == {"eval"}
 
 
-def test_the_same_seed_gives_the_same_tasks():
+def test_equal_seeds_give_equal_calculator_tasks():
     def ids(split, seed, n=100):
         return [task.id for task in islice(calculator.task_source(split, seed), n)]
 
@@ -106,7 +106,7 @@ def test_the_same_seed_gives_the_same_tasks():
         assert ids(split, 3) == ids(split, 3) != ids(split, 4)
 
 
-def test_train_goes_through_all_pairs_before_it_repeats():
+def test_train_split_uses_all_pairs_before_repeating():
     ids = [task.id for task in islice(calculator.task_source("train", 0), 3 * ALL_ORDERED)]
     one_pass = len(set(ids))
     assert len(set(ids[:one_pass])) == one_pass
@@ -119,6 +119,6 @@ def test_an_unknown_split_is_refused():
         next(calculator.task_source("test", 0))
 
 
-def test_a_task_without_integers_is_refused():
+def test_calculator_task_without_integers_is_refused():
     with pytest.raises(TypeError, match="task x"):
         calculator.operands(Task(id="x", payload={"a": "1", "b": 2}))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import Running, eventually, running
+from running_gateway import Running, eventually, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
@@ -102,7 +102,7 @@ def path_is_whole(gateway: Running, session) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
+async def test_chat_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
     say(gateway, renderer, "<think>12*13 is\nhard</think>\n\n" + TWO, "It is 156.")
     [session] = await gateway.open()
     client, options = gateway.client(session), {"stream": stream, "tools": [CALC, SHELL]}
@@ -131,7 +131,7 @@ async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer
     assert tail.endswith("<|im_start|>assistant\n")
 
 
-async def test_what_agents_do_to_history_still_matches(gateway: Running, renderer: Renderer):
+async def test_reply_sent_back_without_its_reasoning_still_matches(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "<think>hm</think>" + ONE, "156.")
     [session] = await gateway.open()
     client = gateway.client(session)
@@ -186,7 +186,7 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
 @pytest.mark.parametrize(
     "text", [TWO, f"{TWO}\n<tool_call>\njunk\n</tool_call>", f"Hm {TWO[:-40]}", TWO + " So."]
 )
-async def test_a_retried_stream_is_told_as_the_first_time(gateway: Running, renderer: Renderer, text: str):
+async def test_retried_stream_repeats_the_first_stream(gateway: Running, renderer: Renderer, text: str):
     say(gateway, renderer, text)
     [session] = await gateway.open()
     client, options = gateway.client(session), {"stream": True, "tools": [CALC, SHELL]}
@@ -198,7 +198,7 @@ async def test_a_retried_stream_is_told_as_the_first_time(gateway: Running, rend
     assert len(gateway.turns(session)) == 1
 
 
-async def test_without_parallel_calls_one_is_shown(gateway: Running, renderer: Renderer):
+async def test_only_one_call_is_returned_if_parallel_calls_are_off(gateway: Running, renderer: Renderer):
     say(gateway, renderer, TWO)
     [session] = await gateway.open()
     for stream in (False, True):
@@ -209,7 +209,7 @@ async def test_without_parallel_calls_one_is_shown(gateway: Running, renderer: R
         assert json.loads(call["function"]["arguments"]) == {"a": 12, "b": "x"}
 
 
-async def test_with_tool_choice_none_the_reply_is_text(gateway: Running, renderer: Renderer):
+async def test_tool_choice_none_returns_the_reply_as_text(gateway: Running, renderer: Renderer):
     say(gateway, renderer, ONE)
     [session] = await gateway.open()
     message, finish = await ask(
@@ -219,7 +219,7 @@ async def test_with_tool_choice_none_the_reply_is_text(gateway: Running, rendere
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_n_choices_are_n_siblings(gateway: Running, stream: bool):
+async def test_n_choices_are_recorded_as_n_sibling_turns(gateway: Running, stream: bool):
     [session] = await gateway.open()
     client = gateway.client(session)
     options = {"model": "tiny", "messages": [ASK], "n": 3}
@@ -276,7 +276,7 @@ async def test_bad_tools_are_refused(gateway: Running, options: dict, param: str
     assert caught.value.param == param
 
 
-async def test_choices_over_a_limit_leave_nothing_running(gateway: Running):
+async def test_choices_over_the_turn_limit_leave_no_generation_running(gateway: Running):
     gateway.engine.holds = lambda _: True
     [session] = await gateway.open(limits={"max_turns": 2})
     with pytest.raises(openai.PermissionDeniedError, match="turns"):

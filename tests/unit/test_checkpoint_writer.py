@@ -42,21 +42,21 @@ def write(folder: Path) -> tuple[list[str], Any]:
     return gathered, writer.retrieve_write_results()
 
 
-def test_what_is_here_is_written_before_what_is_gathered(tmp_path: Path) -> None:
+def test_local_tensors_are_written_before_gathered_tensors(tmp_path: Path) -> None:
     gathered, results = write(tmp_path)
     assert gathered == ["here"]
-    assert [one.size_in_bytes for one in results] == [5]
+    assert [result.size_in_bytes for result in results] == [5]
     assert (tmp_path / "__0_0.distcp").read_bytes() == b"state"
 
 
-def test_a_file_that_cannot_be_made_is_this_rank_s_result(tmp_path: Path) -> None:
+def test_file_that_cannot_be_created_is_reported_as_this_ranks_error(tmp_path: Path) -> None:
     gathered, (error, _) = write(tmp_path / "missing")
     assert gathered == ["here"]
     assert isinstance(error, FileNotFoundError)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
-def test_a_disk_that_is_full_when_the_file_is_closed_is_this_rank_s_result(tmp_path: Path) -> None:
+def test_disk_full_on_closing_is_reported_as_this_ranks_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     gathered, (error, _) = write(tmp_path)
     assert gathered == ["here"]

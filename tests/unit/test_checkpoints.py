@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from crash_at import CrashAt
-from test_run_folder import config
+from run_config import config
 
 from invrl.errors import ConfigError
 from invrl.file_entry import FileEntries
@@ -35,26 +35,26 @@ def write(checkpoints: Checkpoints, step: int, text: str = "x") -> None:
     checkpoints.commit(filling, {})
 
 
-def test_the_newest_are_kept_in_order(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_listed_in_order(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest() is None
     for step in (2, 4, 10):
         write(checkpoints, step)
-    assert [one.step for one in checkpoints.all()] == [4, 10]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [4, 10]
 
 
-def test_one_that_was_not_committed_is_none_and_goes_with_the_next(tmp_path: Path) -> None:
+def test_uncommitted_checkpoint_does_not_count_and_the_next_save_removes_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 2)
     fill(checkpoints.begin(4), "half")  # the crash
     again = Checkpoints(tmp_path)
-    assert [one.step for one in again.all()] == [2]
+    assert [checkpoint.step for checkpoint in again.all()] == [2]
     write(again, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
 @pytest.mark.parametrize("crash_at", range(1, 14))
-def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
+def test_crash_at_any_call_of_the_commit_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
     """Step 4 is written over a step 4 of a lost incarnation; the crash comes at the n-th flush or rename."""
@@ -75,7 +75,7 @@ def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
     assert texts in ({"two"}, {"old four"}, {"new four"})
 
 
-async def test_a_save_leaves_the_disk_to_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_save_touches_the_disk_only_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop watches the run's processes, while old folders go and files are written."""
     (tmp_path / "step-000002.partial").mkdir()
     touched: dict[str, int] = {}
@@ -108,7 +108,7 @@ async def test_a_save_leaves_the_disk_to_threads(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("given", ["nowhere", "step-000004.partial", "other"])
-def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, given: str) -> None:
+def test_folder_that_is_not_a_checkpoint_is_refused(tmp_path: Path, given: str) -> None:
     (tmp_path / given).mkdir()
     with pytest.raises(ConfigError, match="not the folder of a checkpoint"):
         first_checkpoint(str(tmp_path / given))
@@ -139,12 +139,12 @@ def random_training_batch(seed: int) -> TrainBatch:
         batch_id=1,
         version=WeightVersion(2),
         samples=samples,
-        advantages=tuple(draw.normal(size=len(one.tokens_T)).astype(np.float32) for one in samples),
+        advantages=tuple(draw.normal(size=len(sample.tokens_T)).astype(np.float32) for sample in samples),
     )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None:
+def test_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None:
     batch = random_training_batch(seed)
     save_batch(batch_path(tmp_path, 1), batch)
     again = load_batch(batch_path(tmp_path, 1))
@@ -152,7 +152,8 @@ def test_a_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> No
         assert getattr(again, field) == getattr(batch, field)
     for one, other in zip(batch.samples, again.samples, strict=True):
         for field in TrainSample.__slots__:
-            mine, read = getattr(one, field), getattr(other, field)
+            mine = getattr(one, field)
+            read = getattr(other, field)
             if isinstance(mine, np.ndarray):
                 assert (mine.dtype, mine.shape) == (read.dtype, read.shape)
                 assert mine.tobytes() == read.tobytes()
@@ -162,7 +163,7 @@ def test_a_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> No
         assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes())
 
 
-def test_half_a_batch_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_batch_file_is_refused(tmp_path: Path) -> None:
     path = batch_path(tmp_path, 1)
     save_batch(path, random_training_batch(0))
     path.write_bytes(path.read_bytes()[:-40])
@@ -182,7 +183,7 @@ def test_saved_steps_must_follow_the_checkpoint(tmp_path: Path) -> None:
 
 
 class TestRunFolderGoesOn:
-    def test_metrics_of_lost_steps_go_away(self, tmp_path: Path) -> None:
+    def test_metrics_of_lost_steps_are_removed(self, tmp_path: Path) -> None:
         folder = make_run_folder(config(tmp_path, "one"))
         rows = [json.dumps({"step": step, "time": 1.0}) for step in range(6)]
         folder.metrics_path.write_text("\n".join([*rows, '{"step": 6, "ti']))
@@ -190,7 +191,7 @@ class TestRunFolderGoesOn:
         steps = [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()]
         assert steps == [0, 1, 2, 3]
 
-    def test_a_second_driver_is_refused(self, tmp_path: Path) -> None:
+    def test_second_driver_of_a_run_folder_is_refused(self, tmp_path: Path) -> None:
         folder = make_run_folder(config(tmp_path, "one"))
         with folder.held("a"), pytest.raises(ConfigError, match=r"\(invrl a\) works"), folder.held("b"):
             pass

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from test_saved_model import NO_MODEL, FolderTrainer, names
+from folder_trainer import NO_MODEL, FolderTrainer, names
 
 from invrl.errors import TrainError
 from invrl.file_entry import FileEntries
@@ -56,7 +56,7 @@ def begin(checkpoints: Checkpoints, trainer: SlowTrainer, step: int) -> asyncio.
     return asyncio.create_task(cast(Any, saving))
 
 
-async def test_training_goes_on_and_the_weights_are_those_that_were_copied(tmp_path: Path) -> None:
+async def test_checkpoint_written_during_training_holds_the_copied_weights(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     trainer = SlowTrainer()
     trainer.weights = 4
@@ -72,7 +72,7 @@ async def test_training_goes_on_and_the_weights_are_those_that_were_copied(tmp_p
     assert names(tmp_path) == ["step-000004"]
 
 
-async def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
+async def test_second_save_waits_until_the_first_is_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     trainer = SlowTrainer()
     await begin(checkpoints, trainer, 4)
@@ -89,7 +89,7 @@ async def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_in", ["model_written", "checkpoint_written"])
-async def test_a_failure_ends_whoever_watches_or_waits_and_leaves_the_one_before(
+async def test_failed_save_raises_in_every_waiter_and_keeps_the_previous_checkpoint(
     tmp_path: Path, fails_in: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -109,7 +109,7 @@ async def test_a_failure_ends_whoever_watches_or_waits_and_leaves_the_one_before
     assert saved_models == (["model-000004"] if fails_in == "checkpoint_written" else [])
 
 
-async def test_an_interrupted_run_waits_for_it_before_it_saves_newer_weights(tmp_path: Path) -> None:
+async def test_interrupted_run_finishes_the_running_save_before_saving_newer_weights(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     trainer = SlowTrainer()
     await begin(checkpoints, trainer, 4)
@@ -125,7 +125,7 @@ async def test_an_interrupted_run_waits_for_it_before_it_saves_newer_weights(tmp
     assert names(tmp_path) == ["model-000005", "step-000004"]
 
 
-async def test_a_kill_while_it_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+async def test_kill_during_a_save_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     await Checkpoints(tmp_path).save(cast(Any, FolderTrainer()), 2, b"the buffer")
     checkpoints = Checkpoints(tmp_path)
     await begin(checkpoints, SlowTrainer(), 4)

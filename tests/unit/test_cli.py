@@ -66,7 +66,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
-def test_a_reader_that_goes_away_is_no_error_message(arguments: list[str]) -> None:
+def test_closed_output_pipe_prints_no_error(arguments: list[str]) -> None:
     """As in `invrl --help | head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -76,7 +76,7 @@ def test_a_reader_that_goes_away_is_no_error_message(arguments: list[str]) -> No
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"invrl {importlib.metadata.version('invrl')}\n"
     assert importlib.metadata.version("invrl") == invrl.__version__
@@ -100,7 +100,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()))
     assert done.stderr.strip() == "", done.stderr
 
 
-def test_the_help_of_train_begins_with_what_a_first_run_sets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_begins_with_the_settings_of_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help"]) == 0
     flags_in_order = re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)
     assert flags_in_order[:11] == [
@@ -112,7 +112,7 @@ def test_the_help_of_train_begins_with_what_a_first_run_sets(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
-def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "example" in out or "usage" in out
@@ -152,7 +152,7 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["report", "/no/such"], "no steps"),
     ],
 )
-def test_bad_input_is_one_block_and_exit_code_2(
+def test_bad_input_prints_one_block_and_exits_with_2(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
@@ -164,14 +164,14 @@ def test_bad_input_is_one_block_and_exit_code_2(
     ]  # fmt: skip
 
 
-def test_show_config_prints_what_the_flags_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_config_prints_the_resolved_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show-config", "--lr", "0.125"]) == 0
     file = tmp_path / "c.toml"
     file.write_text(capsys.readouterr().out)
     assert load_resolved(file).train.lr == 0.125
 
 
-def test_train_hands_over_a_checked_config_and_its_folder(
+def test_train_passes_a_checked_config_and_its_run_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Config, RunFolder]] = []
@@ -182,7 +182,7 @@ def test_train_hands_over_a_checked_config_and_its_folder(
     assert load_resolved(folder.config_path) == config
 
 
-def test_a_failed_run_is_exit_code_1_and_names_its_log(
+def test_failed_run_exits_with_1_and_names_its_log(
     model: Path,
     tmp_path: Path,
     cluster: types.ModuleType,
@@ -207,7 +207,7 @@ def test_a_failed_run_is_exit_code_1_and_names_its_log(
     assert "Traceback" in log.read_text()
 
 
-def test_serve_and_eval_show_what_they_use_and_no_more() -> None:
+def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
     for command in ("serve", "eval"):
         uses = settings_of(command).uses
         assert uses("model", "model_path")
@@ -230,9 +230,7 @@ def test_serve_and_eval_show_what_they_use_and_no_more() -> None:
         ("eval", ["--rollout-timeout-s", "100000", "--session-ttl-s", "100000"]),
     ],
 )
-def test_a_limit_contradicts_no_setting_that_the_command_does_not_have(
-    command: str, limits: list[str]
-) -> None:
+def test_settings_of_other_commands_do_not_contradict_a_limit(command: str, limits: list[str]) -> None:
     with pytest.raises(ConfigError):
         resolve(*flags.parse_flags(limits))  # it does in training
     own = settings_of(command)
@@ -242,7 +240,7 @@ def test_a_limit_contradicts_no_setting_that_the_command_does_not_have(
     assert resolve(Source(name="again", tables=tomllib.loads(config.to_toml()))) == config
 
 
-def test_a_checkpoint_is_called_after_its_run(tmp_path: Path) -> None:
+def test_checkpoint_is_served_under_the_name_of_its_run(tmp_path: Path) -> None:
     def name(path: Path) -> str:
         return ModelConfig(model_path=str(path)).name
 
@@ -255,7 +253,7 @@ def test_a_checkpoint_is_called_after_its_run(tmp_path: Path) -> None:
     assert name(tmp_path / "models" / "smollm2") == "smollm2"
 
 
-def test_an_interrupt_is_exit_code_130(model: Path, tmp_path: Path, cluster: types.ModuleType) -> None:
+def test_interrupt_exits_with_130(model: Path, tmp_path: Path, cluster: types.ModuleType) -> None:
     def serve(config: Config, folder: RunFolder) -> None:
         raise KeyboardInterrupt
 

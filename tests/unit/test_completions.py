@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import Running, running
+from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
@@ -43,14 +43,15 @@ def spelled(renderer: Renderer, text: str) -> list[int]:
     return [token for letter in text for token in renderer.encode(letter)]
 
 
-async def test_a_prompt_that_goes_on_keeps_the_sampled_ids(gateway: Running, renderer: Renderer):
+async def test_continued_prompt_keeps_the_sampled_ids(gateway: Running, renderer: Renderer):
     sampled = [*spelled(renderer, "the user"), END]
     assert sampled[:-1] != renderer.encode("the user")
     gateway.engine.script = lambda _: sampled
     [session] = await gateway.open()
     create = gateway.client(session).completions.create
     first = await create(model="tiny", prompt=HEAD, max_tokens=60)
-    assert (first.choices[0].text, first.choices[0].finish_reason) == ("the user", "stop")
+    assert first.choices[0].text == "the user"
+    assert first.choices[0].finish_reason == "stop"
     assert first.usage is not None
     assert first.usage.completion_tokens == len(sampled)
     text = HEAD + first.choices[0].text + MORE
@@ -71,9 +72,7 @@ async def test_a_prompt_that_goes_on_keeps_the_sampled_ids(gateway: Running, ren
     assert summary.trained_tokens == 4 * len(sampled)
 
 
-async def test_a_stop_string_that_the_prompt_repeats_is_part_of_the_path(
-    gateway: Running, renderer: Renderer
-):
+async def test_stop_string_repeated_by_the_prompt_is_part_of_the_path(gateway: Running, renderer: Renderer):
     sampled = renderer.encode("Look up.\nResult:")
     gateway.engine.script = lambda _: sampled
     [session] = await gateway.open()
@@ -86,7 +85,7 @@ async def test_a_stop_string_that_the_prompt_repeats_is_part_of_the_path(
     assert turns[1].context_ids_T.tolist() == renderer.encode(" 5")
 
 
-async def test_prompts_of_ids(gateway: Running, renderer: Renderer):
+async def test_completions_accept_prompts_of_ids(gateway: Running, renderer: Renderer):
     sampled = [*spelled(renderer, "one"), END]
     gateway.engine.script = lambda _: sampled
     [session] = await gateway.open()
@@ -102,7 +101,9 @@ async def test_prompts_of_ids(gateway: Running, renderer: Renderer):
     assert gateway.engine.requests[0]["sampling_params"]["max_new_tokens"] == 16
 
 
-async def test_streams_choices_and_logprobs(gateway: Running, renderer: Renderer):
+async def test_completions_return_several_choices_with_logprobs_whole_and_streamed(
+    gateway: Running, renderer: Renderer
+):
     reply = [*renderer.encode("Hi 漢<think>🙂"), END]  # no template: nothing is parsed
     gateway.engine.script = lambda _: reply
     [session] = await gateway.open(purpose="serve")
@@ -178,7 +179,7 @@ BAD_FIELDS = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
+async def test_bad_completions_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     for name, fields in BAD_FIELDS.items():
         body = json.dumps({"model": "tiny", "prompt": "x"} | fields)

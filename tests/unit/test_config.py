@@ -45,12 +45,12 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_leaf_names_are_unique_across_sections() -> None:
+def test_setting_names_are_unique_across_sections() -> None:
     counts = Counter(leaf.key for leaf in SETTING_FLAGS)
     assert [key for key, count in counts.items() if count > 1] == []
 
 
-def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
+def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
     text = flag_help()
     other = {"str": "x", "int": "2", "float": "0.5", "tuple": "x"}
     for leaf in SETTING_FLAGS:
@@ -70,7 +70,7 @@ def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
         assert source.tables == {leaf.table: {leaf.key: value}}
 
 
-def test_imports_without_torch_ray_sglang_transformers() -> None:
+def test_configuration_imports_neither_torch_ray_sglang_nor_transformers() -> None:
     code = """
 import sys
 class Refuse:
@@ -89,14 +89,14 @@ print(resolve().run.num_steps)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_preset_file_loads_and_says_no_default_twice(path: Path) -> None:
+def test_every_preset_file_loads_and_repeats_no_default(path: Path) -> None:
     config = resolve(read_toml(path))
     for table, entries in tomllib.loads(path.read_text()).items():
         assert {key: getattr(getattr(config, table), key) for key in entries} == entries
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_preset_file_names_code_and_tasks_that_are_there(path: Path, tmp_path: Path) -> None:
+def test_every_preset_file_names_existing_code_and_tasks(path: Path, tmp_path: Path) -> None:
     sources = [read_toml(path)]
     if "task_source_path" not in sources[0].tables["rollout"]:  # its tasks come by flag
         tasks = write(tmp_path / "tasks.jsonl", '{"question": "2+2?", "label": 4}\n')
@@ -104,7 +104,7 @@ def test_every_preset_file_names_code_and_tasks_that_are_there(path: Path, tmp_p
     make_checks(resolve(*sources), USER_CODE)
 
 
-def test_quickstart_is_the_measured_setting() -> None:
+def test_quickstart_preset_has_the_measured_settings() -> None:
     config = load_resolved(ROOT / "invrl" / "presets" / "quickstart.toml")
     rollout, train = config.rollout, config.train
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_new_tokens) == (4, 8, 14)
@@ -140,7 +140,7 @@ def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
     assert config.run.tensorboard
 
 
-def test_resolved_toml_reads_back_equal(tmp_path: Path) -> None:
+def test_resolved_toml_is_read_back_unchanged(tmp_path: Path) -> None:
     config = from_flags(
         "--run-name", 'quo"ted \\ näme', "--lr", "1e-5", "--sglang-chunked-prefill-size", "64",
         "--sglang-enable-metrics", "--router-policy=manual", "--megatron-attention-dropout", "0.0",
@@ -151,7 +151,7 @@ def test_resolved_toml_reads_back_equal(tmp_path: Path) -> None:
     assert again.megatron == {"attention_dropout": 0.0}
 
 
-def test_the_tree_is_frozen() -> None:
+def test_configuration_is_frozen() -> None:
     config = resolve()
     for target in (config, config.run):
         with pytest.raises(ValueError, match="frozen"):
@@ -317,7 +317,7 @@ def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reaso
         ("[sglang]\nx = [1, 2]\n", "sglang", "a string, a number or a boolean"),
     ],
 )
-def test_bad_toml_names_the_place(text: str, field: str, fix: str, tmp_path: Path) -> None:
+def test_bad_toml_names_its_line(text: str, field: str, fix: str, tmp_path: Path) -> None:
     file = write(tmp_path / "bad.toml", text)
     with pytest.raises(ConfigError) as caught:
         from_flags("--config", str(file))
@@ -357,7 +357,7 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
         ("--megatron-recompute-granularit", "full", "recompute-granularity"),
     ],
 )
-def test_options_of_other_packages_are_checked_against_them(flag: str, value: str, fix: str) -> None:
+def test_passed_through_options_are_checked_against_their_package(flag: str, value: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_checks(from_flags(flag, value), ("sglang options", "router options", "megatron options"))
     assert fix in caught.value.fix.replace("_", "-")
@@ -367,7 +367,7 @@ def test_a_field_of_ours_wins_over_a_package_prefix() -> None:
     assert from_flags("--router-start-timeout-s", "7").engine.router_start_timeout_s == 7
 
 
-def test_upstream_values_are_typed_as_written() -> None:
+def test_passed_through_values_keep_their_written_type() -> None:
     arguments = [
         "--sglang-a",
         "1",
@@ -387,12 +387,12 @@ def test_upstream_values_are_typed_as_written() -> None:
     }
 
 
-def test_sections_are_the_documented_ones() -> None:
+def test_configuration_sections_are_documented() -> None:
     assert set(SECTIONS) | set(UPSTREAM) == set(Config.model_fields)
     assert resolve(Source(name="test", tables={"run": {"seed": 3}})).run.seed == 3
 
 
-def test_seeded_sampling_goes_with_the_backends_that_it_needs() -> None:
+def test_seeded_sampling_needs_its_attention_backends() -> None:
     flags = ["--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch"]
     assert from_flags("--seeded-sampling", *flags).engine.seeded_sampling
     assert not from_flags("--sglang-attention-backend", "flex_attention").engine.seeded_sampling
@@ -468,12 +468,12 @@ def first_words(config: Config) -> list[str]:
         (["--algorithm-preset", "dapo", "--num-minibatches", "1"], ["the clip"]),
     ],
 )
-def test_what_cannot_act_is_said(flags: list[str], inert: list[str]) -> None:
+def test_settings_without_effect_are_listed(flags: list[str], inert: list[str]) -> None:
     assert first_words(from_flags(*flags)) == inert
 
 
 @pytest.mark.parametrize("flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]])
-def test_a_run_tells_at_its_start_what_cannot_act(
+def test_run_prints_settings_without_effect_at_its_start(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loop_parts import EmptyBatches, Notes
 from recorded_run import record_run
 from stored_rollouts import finish, summary_of
-from test_loop import EmptyBatches, Notes
 
 from invrl.observe.console_samples import choose_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
@@ -66,7 +66,7 @@ def distinct(*rows: TrainSample) -> float:
     return reply_metrics(batch(*rows))["distinct_replies"].value()
 
 
-def test_a_collapsed_policy_has_one_distinct_reply_whatever_it_was_asked() -> None:
+def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
     assert distinct(*(row(f"r{number}", [number, 7], [1, 2]) for number in range(80))) == 1
     assert distinct(*(row(f"r{number}", [9], [1, number]) for number in range(80))) == 80
     assert distinct() == 0
@@ -83,16 +83,16 @@ def test_a_rollout_of_several_rows_is_one_reply() -> None:
     assert distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
 
 
-def test_the_step_line_tells_cut_replies_and_distinct_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_line_shows_shares_of_truncated_and_distinct_replies(capsys: pytest.CaptureFixture[str]) -> None:
     values = {"rollout/reward_mean": 1.0, "rollout/truncated_share": 0.975, "rollout/distinct_replies": 1.0}
     PlainProgress(3).step(2, values | {"rollout/rollouts": 80.0})
     assert "reward 1, cut 98%, distinct replies 1 of 80" in capsys.readouterr().out
 
 
-def test_samples_are_of_several_groups_and_in_each_step_of_other_members() -> None:
+def test_samples_come_from_several_groups_and_change_members_each_step() -> None:
     of_step = [choose_rollouts(taken(), 4, step) for step in range(3)]
-    assert [[one.group_id for one in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
-    assert [{one.index for one in chosen} for chosen in of_step] == [{0}, {1}, {2}]
+    assert [[sample.group_id for sample in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
+    assert [{sample.index for sample in chosen} for chosen in of_step] == [{0}, {1}, {2}]
     assert len(choose_rollouts(taken(1, 3), 9, 5)) == 3
     assert choose_rollouts(taken(), 0, 5) == []
     assert choose_rollouts(taken(0), 2, 5) == []
@@ -114,7 +114,9 @@ def test_a_sample_is_shown_with_task_reward_prompt_and_reply(tmp_path: Path) -> 
     assert len(reply) < 250
 
 
-def test_a_store_that_cannot_be_read_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_store_does_not_end_the_run_over_its_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "run.sqlite"
     path.write_text("no database" * 1000)
     with caplog.at_level(logging.ERROR):
@@ -122,7 +124,7 @@ def test_a_store_that_cannot_be_read_ends_no_run(tmp_path: Path, caplog: pytest.
     assert "the samples of step 7 cannot be shown" in caplog.text
 
 
-def test_a_rollout_without_a_word_is_shown_as_that(tmp_path: Path) -> None:
+def test_rollout_without_any_text_is_shown_as_empty(tmp_path: Path) -> None:
     store = RunStoreWriter(tmp_path / "run.sqlite")
     for rollout in _rollouts(taken(1, 1)):
         finish(store, rollout)
@@ -134,7 +136,7 @@ def _rollouts(of: TakenBatch) -> list[RolloutSummary]:
     return [rollout for group in of.groups for rollout in group.rollouts_G]
 
 
-async def test_the_loop_shows_them_after_the_line_of_their_step() -> None:
+async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
     told: list[str] = []
 
     class Observer(Notes):

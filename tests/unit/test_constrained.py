@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import xgrammar
-from test_gateway_turns import ASK, Running, running
+from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
@@ -74,7 +74,9 @@ async def shown(gateway: Running, session_id: str) -> dict[str, Any]:
 
 @every_way
 @pytest.mark.parametrize("gateway", ["free"], indirect=True)
-async def test_free_lets_the_model_speak_and_trains_it(gateway: Running, renderer: Renderer, way: str):
+async def test_constrained_free_samples_without_a_grammar_and_trains_the_turn(
+    gateway: Running, renderer: Renderer, way: str
+):
     say(gateway, renderer, "I would rather not.")
     [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
     for each in (session, evaluated):
@@ -92,7 +94,7 @@ async def test_free_lets_the_model_speak_and_trains_it(gateway: Running, rendere
 
 
 @pytest.mark.parametrize("gateway", ["free"], indirect=True)
-async def test_free_still_reads_the_calls_that_the_model_makes(gateway: Running, renderer: Renderer):
+async def test_constrained_free_parses_the_calls_that_the_model_makes(gateway: Running, renderer: Renderer):
     say(gateway, renderer, CALL % "shell")
     [session] = await gateway.open()
     for way in ("tool_choice=required", "tool_choice=named"):
@@ -105,7 +107,7 @@ async def test_free_still_reads_the_calls_that_the_model_makes(gateway: Running,
 
 @every_way
 @pytest.mark.parametrize("gateway", ["free", "skip"], indirect=True)
-async def test_a_served_reply_is_forced(gateway: Running, renderer: Renderer, way: str):
+async def test_serving_forces_the_reply(gateway: Running, renderer: Renderer, way: str):
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open(purpose="serve")
     await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
@@ -121,7 +123,9 @@ async def test_a_served_reply_is_forced(gateway: Running, renderer: Renderer, wa
 
 @every_way
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
-async def test_skip_says_why_a_rollout_trains_nothing(gateway: Running, renderer: Renderer, way: str):
+async def test_constrained_skip_reports_why_a_rollout_is_not_trained(
+    gateway: Running, renderer: Renderer, way: str
+):
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open()
     for _ in range(2):
@@ -136,7 +140,7 @@ async def test_skip_says_why_a_rollout_trains_nothing(gateway: Running, renderer
 
 @every_way
 @pytest.mark.parametrize("gateway", ["masked"], indirect=True)
-async def test_masked_forces_and_trains_with_the_grammar_on_record(
+async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
     gateway: Running, renderer: Renderer, way: str
 ):
     say(gateway, renderer, CALL % "calc")
@@ -155,7 +159,7 @@ async def test_masked_forces_and_trains_with_the_grammar_on_record(
 
 
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
-async def test_skip_trains_the_turns_that_were_free(gateway: Running, renderer: Renderer):
+async def test_constrained_skip_trains_the_free_turns(gateway: Running, renderer: Renderer):
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open()
     create = gateway.client(session).chat.completions.create
@@ -167,7 +171,7 @@ async def test_skip_trains_the_turns_that_were_free(gateway: Running, renderer: 
 
 
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
-async def test_a_rollout_whose_answers_never_arrived_is_empty(gateway: Running):
+async def test_rollout_whose_replies_never_arrived_is_empty(gateway: Running):
     [session] = await gateway.open()
     failed = await gateway.finish(session)
     assert isinstance(failed, FailedRollout)
@@ -185,11 +189,13 @@ def accepts(model: Path, ebnf: str, text: str) -> bool:
 
 def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
     functions = [each["function"] for each in shown]
-    return tuple(Tool(name=each["name"], parameters=json.dumps(each["parameters"])) for each in functions)
+    return tuple(
+        Tool(name=function["name"], parameters=json.dumps(function["parameters"])) for function in functions
+    )
 
 
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])
-def test_a_format_binds_the_final_message_and_leaves_the_tools(model: Path, parser: str):
+def test_response_format_applies_to_the_final_message_only(model: Path, parser: str):
     parsers = Parsers(tool_calls=parser)
     made = parsers.constraint(tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA))
     calls = {
@@ -206,14 +212,14 @@ def test_a_format_binds_the_final_message_and_leaves_the_tools(model: Path, pars
     assert not accepts(model, ebnf, CALL % "shell")
 
 
-def test_a_format_alone_or_without_calls_is_the_schema():
+def test_response_format_without_calls_is_the_schema():
     schema = json.dumps(SCHEMA)
     for offered, choice in (((), ToolChoice()), (tools(CALC), ToolChoice(mode="none"))):
         assert PARSERS.constraint(offered, choice, parallel=True, schema=schema) == {"json_schema": schema}
     assert PARSERS.constraint(tools(CALC), ToolChoice(), parallel=True) == {}
 
 
-def test_a_required_call_comes_before_the_format(model: Path):
+def test_required_call_precedes_the_response_format(model: Path):
     choice = ToolChoice(mode="required")
     made = PARSERS.constraint(tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA))
     assert accepts(model, str(made["ebnf"]), CALL % "calc")
@@ -222,7 +228,7 @@ def test_a_required_call_comes_before_the_format(model: Path):
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
-async def test_allowed_tools_are_those_that_may_be_called(
+async def test_only_allowed_tools_may_be_called(
     gateway: Running, renderer: Renderer, model: Path, dialect: str
 ):
     [session] = await gateway.open()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import LAYOUTS, rows, visible
+from packed_rows import LAYOUTS, rows, visible
 
 from invrl.train import packing
 from invrl.train.context_share import ContextShare
@@ -41,7 +41,7 @@ def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
     window=st.sampled_from([None, 1, 3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_ranks_queries_see_what_those_of_one_rank_do(
+def test_queries_of_context_ranks_see_the_keys_of_one_rank(
     layout: str, data: list[Row], ranks: int, multiple: int, window: int | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def test_the_ranks_queries_see_what_those_of_one_rank_do(
 
 
 @given(data=rows(), ranks=st.integers(1, 4), multiple=st.integers(1, 5))
-def test_padding_is_a_tree_of_its_own(data: list[Row], ranks: int, multiple: int) -> None:
+def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     num_tokens = len(micro_batch.tokens_P)
     padded = shares_of(micro_batch, ranks, multiple)[0].micro_batch

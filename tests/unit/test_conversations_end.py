@@ -12,15 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (
-    ASK,
-    Running,
-    eventually,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
@@ -57,8 +50,8 @@ def without_collector() -> Iterator[None]:
 @pytest.fixture
 async def gateway(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     without_collector: None,
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer, generate_timeout_s=60.0) as gateway:
@@ -148,7 +141,7 @@ async def be_answered(gateway: Running, session: Session, stream: bool) -> None:
         be_answered,
     ],
 )
-async def test_a_closed_session_is_let_go(gateway: Running, end: End, stream: bool):
+async def test_closed_session_is_freed(gateway: Running, end: End, stream: bool):
     for _ in range(4):
         [session] = await gateway.open()
         await end(gateway, session, stream)
@@ -158,7 +151,7 @@ async def test_a_closed_session_is_let_go(gateway: Running, end: End, stream: bo
 
 
 @pytest.mark.parametrize("stream", first_quick([True, False]))
-async def test_a_session_whose_engine_ran_out_of_time_is_let_go(
+async def test_session_whose_engine_timed_out_is_freed(
     gateway: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     for client in [found for found in gc.get_objects() if type(found) is SglangClient]:
@@ -184,7 +177,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("stream", first_quick([True, False]))
 @pytest.mark.parametrize("fault", ["decoding", "store"])
-async def test_a_session_with_a_fault_of_ours_is_let_go(
+async def test_session_with_an_internal_error_is_freed(
     gateway: Running,
     stream: bool,
     fault: str,
@@ -211,7 +204,7 @@ async def test_a_session_with_a_fault_of_ours_is_let_go(
     await all_let_go()
 
 
-async def test_sixty_aborted_sessions_leave_none_alive(gateway: Running):
+async def test_sixty_aborted_sessions_leave_no_conversation_in_memory(gateway: Running):
     for _ in range(60):
         [session] = await gateway.open()
         await go_away(gateway, session, True)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from handmade_rollouts import rollout, summary, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_samples import rollout, summary, turn
 
 from invrl.algorithms.advantages import configured_advantage
 from invrl.algorithms.config import AlgorithmConfig
@@ -51,7 +51,7 @@ def members(name: str, rewards: Sequence[float]) -> list[RolloutSummary]:
     return [summary(f"{name}.{n}", name, n, reward) for n, reward in enumerate(rewards)]
 
 
-def test_rows_say_whether_their_rollout_solved_its_task() -> None:
+def test_rows_record_whether_their_rollout_solved_its_task() -> None:
     """By the environment's reward, before it is shaped, on every row of the rollout."""
     group = members("g", [0.0, 0.5, 1.0])
     algorithm = AlgorithmConfig(solved_nll_coef=0.1, length_penalty=5.0)
@@ -80,14 +80,15 @@ def firsts(batch: TrainBatch) -> list[float]:
     return [float(advantages_T[1]) for advantages_T in batch.advantages]
 
 
-def test_reinforce_compares_over_the_batch() -> None:
+def test_reinforce_baseline_is_over_the_batch() -> None:
     """Rewards 0 0 and 3: the mean of the batch is 1, and a group of one has an advantage too."""
     batch = built(members("g", [0.0, 0.0]), members("h", [3.0]), advantage="reinforce")
     assert firsts(batch) == [-1.0, -1.0, 2.0]
 
 
-def test_reinforce_counts_a_rollout_once_however_many_rows_it_has() -> None:
-    first, second = members("g", [0.0, 0.0]), members("h", [3.0])
+def test_reinforce_counts_a_rollout_once_for_any_number_of_rows() -> None:
+    first = members("g", [0.0, 0.0])
+    second = members("h", [3.0])
     batch = built(first, second, advantage="reinforce", num_branches=3)
     assert firsts(batch) == [-1.0] * 6 + [2.0] * 3
 
@@ -99,14 +100,14 @@ def test_reinforce_pp_whitens_the_raw_reward_over_tokens() -> None:
     assert firsts(batch) == pytest.approx([-1 / deviation, -1 / deviation, 2 / deviation])
 
 
-def test_the_baseline_form_takes_the_group_s_mean_first() -> None:
+def test_reinforce_pp_baseline_subtracts_the_group_mean_first() -> None:
     batch = built(members("g", [0.0, 2.0]), members("h", [5.0, 5.0]), advantage="reinforce_pp_baseline")
     deviation = math.sqrt(4 / 7 + 1e-8)
     assert firsts(batch) == pytest.approx([-1 / deviation, 1 / deviation, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("advantage", ["reinforce", "reinforce_pp", "reinforce_pp_baseline"])
-def test_a_batch_of_equal_rewards_has_exactly_no_advantage(advantage: str) -> None:
+def test_batch_of_equal_rewards_has_exactly_zero_advantages(advantage: str) -> None:
     batch = built(members("g", [0.1] * 4), members("h", [0.1] * 3), advantage=advantage)
     assert firsts(batch) == [0.0] * 7
 
@@ -119,7 +120,9 @@ def test_a_batch_of_equal_rewards_has_exactly_no_advantage(advantage: str) -> No
     advantage=st.sampled_from(["grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "reinforce_pp"]),
     order=st.randoms(use_true_random=False),
 )
-def test_ids_define_groups_not_positions(groups: list[list[float]], advantage: str, order: object) -> None:
+def test_groups_are_defined_by_ids_and_not_by_positions(
+    groups: list[list[float]], advantage: str, order: object
+) -> None:
     """Groups and their members in another order have the same advantages by session."""
     named = [members(f"g{n}", rewards) for n, rewards in enumerate(groups)]
     batch = built(*named, advantage=advantage)
@@ -142,7 +145,7 @@ def failed(member: RolloutSummary) -> RolloutSummary:
     return replace(member, failure=FailureReason("timeout"))
 
 
-def test_a_failed_rollout_is_trained_or_counts_or_is_left_out() -> None:
+def test_failed_rollout_is_trained_or_only_counted_or_left_out() -> None:
     """Rewards 1, 2 and a failure that counts 0."""
     one, two, three = members("g", [1.0, 2.0, 0.0])
     group = [one, two, failed(three)]
@@ -153,7 +156,7 @@ def test_a_failed_rollout_is_trained_or_counts_or_is_left_out() -> None:
     assert batch.samples == ()
 
 
-def test_truncated_rollouts_have_a_rule_of_their_own_and_the_stricter_one_counts() -> None:
+def test_stricter_rule_applies_to_a_truncated_failed_rollout() -> None:
     one, two, three = members("g", [1.0, 2.0, 0.0])
     cut = replace(three, truncated=True)
     assert firsts(built([one, two, cut], advantage="dr_grpo", failed_rollouts="leave_out")) == [0, 1, -1]
@@ -189,13 +192,13 @@ def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
     assert firsts(longer) == [0.0, 0.0]
 
 
-def test_without_shaping_there_are_no_metrics_of_it() -> None:
+def test_shaping_metrics_exist_only_with_shaping() -> None:
     batch = built(members("g", [0.0, 1.0]), advantage="dr_grpo")
     assert shaping_metrics(batch) == {}
     assert dict(batch.samples[0].numbers) == {}
 
 
-def test_lengths_are_compared_among_the_rollouts_that_count() -> None:
+def test_length_reward_compares_only_rollouts_that_count() -> None:
     one, two, three = members("g", [1.0, 1.0, 0.0])
     group = [
         replace(one, sampled_tokens=10),
@@ -209,7 +212,7 @@ def test_lengths_are_compared_among_the_rollouts_that_count() -> None:
 # ------------------------------------------------------------------ discount
 
 
-def test_a_reward_counts_less_per_turn_that_lies_between() -> None:
+def test_turn_reward_is_discounted_per_turn_in_between() -> None:
     """One rollout of three turns, raw rewards: final 4, turns 1, 2 and 0, discount 1/2."""
     ids = ["a", "b", "c"]
     path: list[Turn] = [turn(id, parent, [1], [2]) for id, parent in zip(ids, [None, "a", "b"], strict=True)]

@@ -110,7 +110,9 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
     assert place_of(memory) == (8192, 1000, 1)
     sent = msgspec.json.encode(handle)
     fields = json.loads(sent)
-    assert (fields["device_uuid"], fields["num_bytes"], fields["offset"]) == ("22222222-0000", 1000, 0)
+    assert fields["device_uuid"] == "22222222-0000"
+    assert fields["num_bytes"] == 1000
+    assert fields["offset"] == 0
     assert len(base64.b64decode(fields["ipc_handle"])) == 64
     received = msgspec.json.decode(sent, type=CudaHandle)
     monkeypatch.setattr(
@@ -126,7 +128,7 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
     assert driver.opened == []  # closed where it was opened, not at the offset
 
 
-def test_what_cannot_be_opened_is_an_error_that_says_why(
+def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, handle = cuda_memory.allocate(1000, GPU)
@@ -173,7 +175,7 @@ def stage(writer: ArenaWriter, version: int) -> StagedWeights:
 
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
-async def test_the_arena_of_a_gpu_takes_the_same_way_with_checksums_of_the_gpu() -> None:
+async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
     engine = Engine()
     receiver = receiver_of(engine, readback_every=2)
     writer = ArenaWriter(LAYOUT, device=GPU)
@@ -199,7 +201,7 @@ async def test_the_arena_of_a_gpu_takes_the_same_way_with_checksums_of_the_gpu()
 
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
-async def test_ranks_take_their_slices_from_a_gpu_too() -> None:
+async def test_engine_ranks_load_their_slices_from_a_gpu_arena() -> None:
     engine = SlicedEngine()
     receiver = ArenaReceiver("engine-0", engine, WeightSyncConfig(), num_ranks=4)  # type: ignore[arg-type]
     writer = ArenaWriter(SLICED_LAYOUT, device=GPU)
@@ -209,7 +211,7 @@ async def test_ranks_take_their_slices_from_a_gpu_too() -> None:
 
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
-def test_an_arena_of_another_layout_is_refused() -> None:
+def test_gpu_arena_of_another_layout_is_refused() -> None:
     handle = msgspec.json.decode(stage(ArenaWriter(LAYOUT, device=GPU), 1).handle, type=ArenaHandle)
     open_arena(handle, LAYOUT)
     larger = (*LAYOUT, TensorSpec(name="d", shape=(4096,), dtype="float32"))

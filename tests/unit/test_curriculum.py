@@ -63,13 +63,14 @@ def shares(curriculum: Curriculum, picks: int) -> dict[str, float]:
     decay=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
     solved=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
 )
-def test_the_posterior_is_the_discounted_count(decay: float, solved: list[tuple[int, int]]) -> None:
+def test_curriculum_posterior_is_the_discounted_count(decay: float, solved: list[tuple[int, int]]) -> None:
     """Against the sum written out, in exact fractions: the prior never fades, the group before last weighs
     decay, the one before it decay squared."""
     curriculum = make(2, decay=decay)
     for num_solved, num_unsolved in solved:
         curriculum.record(ended("q1", num_solved, num_solved + num_unsolved))
-    alpha, beta = Fraction(1), Fraction(1)
+    alpha = Fraction(1)
+    beta = Fraction(1)
     for age, (num_solved, num_unsolved) in enumerate(reversed(solved)):
         alpha += Fraction(decay) ** age * num_solved
         beta += Fraction(decay) ** age * num_unsolved
@@ -102,7 +103,7 @@ def test_tasks_are_drawn_in_proportion_to_their_weight(scheme: str) -> None:
         assert found["q0"] > found["q3"] > found["q2"]
 
 
-def test_thompson_prefers_what_is_likely_to_be_near_one_half() -> None:
+def test_thompson_prefers_tasks_with_a_success_rate_near_one_half() -> None:
     curriculum = make(4, "thompson", decay=1.0)
     for _ in range(3):
         for task_id, solved in (("q0", 0), ("q1", 4), ("q2", 8)):
@@ -114,7 +115,7 @@ def test_thompson_prefers_what_is_likely_to_be_near_one_half() -> None:
     assert found.get("q2", 0.0) < 0.02
 
 
-def test_a_solved_task_that_is_forgotten_by_the_model_comes_back() -> None:
+def test_solved_task_returns_when_the_model_forgets_it() -> None:
     curriculum = make(2, decay=0.5)
     for _ in range(10):
         curriculum.record(ended("q0", 8))
@@ -126,7 +127,7 @@ def test_a_solved_task_that_is_forgotten_by_the_model_comes_back() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_task_is_open_twice_while_another_is_not_open(scheme: str) -> None:
+def test_no_task_is_open_twice_while_other_tasks_are_free(scheme: str) -> None:
     curriculum = make(5, scheme)
     for _ in range(6):
         curriculum.record(ended("q0", 4))
@@ -148,7 +149,7 @@ def test_no_task_is_open_twice_while_another_is_not_open(scheme: str) -> None:
     moves=st.lists(st.integers(0, 9), max_size=40),
     cut=st.integers(0, 40),
 )
-def test_a_restored_curriculum_goes_on_as_the_first_one(
+def test_restored_curriculum_continues_with_the_same_picks(
     scheme: str, count: int, seed: int, decay: float, moves: list[int], cut: int
 ) -> None:
     """Picks and outcomes in any order; the state passes through JSON after any of them."""
@@ -174,7 +175,7 @@ def test_a_restored_curriculum_goes_on_as_the_first_one(
     assert json.loads(json.dumps(first.state())) == first.state()
 
 
-def test_the_seed_and_the_outcomes_decide() -> None:
+def test_seed_and_outcomes_determine_the_picks() -> None:
     def ids(seed: int, solved: int) -> list[str]:
         curriculum = make(50, seed=seed)
         picked: list[str] = []
@@ -189,7 +190,7 @@ def test_the_seed_and_the_outcomes_decide() -> None:
     assert ids(1, 4) != ids(1, 8)
 
 
-def test_the_state_of_another_list_is_refused() -> None:
+def test_curriculum_state_of_another_task_list_is_refused() -> None:
     curriculum = make(3)
     curriculum.record(ended(next(curriculum).id, 2))
     state = curriculum.state()
@@ -265,7 +266,7 @@ def first_ids(config: RolloutConfig, count: int) -> set[str]:
 
 
 @pytest.mark.parametrize("curriculum", SCHEMES)
-def test_a_file_and_a_source_are_picked_from(file: str, curriculum: CurriculumScheme) -> None:
+def test_curriculum_picks_from_a_file_or_a_source(file: str, curriculum: CurriculumScheme) -> None:
     config = RolloutConfig(task_file=file, curriculum=curriculum)
     check_tasks(config, 3)
     assert first_ids(config, 6) == {f"q{n}" for n in range(6)}
@@ -285,7 +286,7 @@ def test_a_file_and_a_source_are_picked_from(file: str, curriculum: CurriculumSc
         ("told", {}, "curriculum", "picks its tasks by itself", "leave --curriculum out"),
     ],
 )
-def test_what_a_curriculum_cannot_pick_from_is_refused_before_the_run(
+def test_task_source_unfit_for_a_curriculum_is_refused_before_the_run(
     name: str, fields: dict[str, object], field: str, reason: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -307,13 +308,13 @@ def test_what_a_curriculum_cannot_pick_from_is_refused_before_the_run(
         (["--difficulty-groups", "17", "--group-filter", "medium_difficulty"], "difficulty_groups"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(flags: list[str], field: str) -> None:
+def test_meaningless_curriculum_settings_are_refused(flags: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(*parse_flags(["--model-path", "m", "--task-file", "t.jsonl", *flags]))
     assert caught.value.field.endswith(field)
 
 
-def test_a_source_that_forgets_over_a_resume_is_noted() -> None:
+def test_task_source_without_saved_state_is_noted() -> None:
     (note,) = feedback_notes(from_source("told"), 0)
     assert "after a resume it begins anew" in note
     assert feedback_notes(from_source("finite"), 0) == []

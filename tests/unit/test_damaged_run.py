@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from run_config import config
 from slow_cases import first_quick
-from test_run_folder import config
 
 from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
 from invrl.buffer.snapshot import BufferSnapshot
@@ -80,7 +80,9 @@ def remove(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", first_quick([flip_a_bit, cut_short, empty, remove]))
 @pytest.mark.parametrize("name", EVERY_FILE)
-def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage) -> None:
+def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
+    tmp_path: Path, name: str, damage
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     older, newer = write(checkpoints, 4), write(checkpoints, 8)
     assert files_of(newer) == EVERY_FILE
@@ -94,7 +96,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str,
         assert Path(name).name in line
     assert "step-000008.damaged" in line
     assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
-    assert [one.step for one in checkpoints.all()] == [4]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [4]
     assert checkpoints.newest_whole(told.append, NO_MODEL) == older
     assert len(told) == 1
 
@@ -122,7 +124,7 @@ def write_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**architecture, **changes}))
 
 
-def test_a_checkpoint_of_a_newer_format_is_put_aside_for_the_one_before(tmp_path: Path) -> None:
+def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     older, newer = write(checkpoints, 4), write(checkpoints, 8)
     make_newer(newer)
@@ -145,7 +147,7 @@ def test_a_checkpoint_of_a_newer_format_is_put_aside_for_the_one_before(tmp_path
         ({"rope_theta": 5.0}, "rope is "),
     ],
 )
-def test_a_checkpoint_of_another_model_is_put_aside_for_the_one_before(
+def test_checkpoint_of_another_model_is_put_aside_for_the_previous_one(
     tmp_path: Path, changes: dict[str, object], reason: str
 ) -> None:
     model = tmp_path / "model"
@@ -164,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_put_aside_for_the_one_before(
     assert older.path.is_dir(), "the right model finds it"
 
 
-def test_a_whole_one_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
+def test_whole_checkpoint_is_used_without_a_message(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest_whole(pytest.fail, NO_MODEL) is None
     newest = write(checkpoints, 8)
@@ -173,7 +175,7 @@ def test_a_whole_one_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
     assert check_manifest(newest.path) == size, "every byte is read"
 
 
-def test_with_none_whole_there_is_one_error_each_time(tmp_path: Path) -> None:
+def test_run_without_a_whole_checkpoint_is_refused_each_time(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (4, 8):
         flip_a_bit(write(checkpoints, step).buffer)
@@ -182,7 +184,7 @@ def test_with_none_whole_there_is_one_error_each_time(tmp_path: Path) -> None:
             checkpoints.newest_whole(lambda _: None, NO_MODEL)
 
 
-def test_a_second_damaged_one_of_the_same_step_replaces_none(tmp_path: Path) -> None:
+def test_second_damaged_checkpoint_of_a_step_is_kept_under_a_new_name(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 4)
     for _ in range(3):
@@ -193,7 +195,7 @@ def test_a_second_damaged_one_of_the_same_step_replaces_none(tmp_path: Path) -> 
     assert names == ["step-000004", *(f"step-00000{end}" for end in ends[1:])]
 
 
-def test_an_unfinished_save_counts_no_damaged_one_away(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_not_removed_by_keep(tmp_path: Path) -> None:
     """`keep` is of whole ones; a damaged one is neither kept in its place nor removed."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (2, 4):
@@ -206,7 +208,7 @@ def test_an_unfinished_save_counts_no_damaged_one_away(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_served_checkpoint_is_checked_but_for_what_is_not_served(tmp_path: Path) -> None:
+def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(tmp_path: Path) -> None:
     newest = write(Checkpoints(tmp_path), 8)
     flip_a_bit(newest.buffer)
     check_served(newest.hugging_face)
@@ -266,7 +268,7 @@ def garbage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_pages, cut_in_half, garbage, empty, remove])
-def test_a_store_that_is_not_what_the_checkpoint_knows_is_named_with_a_way_on(tmp_path: Path, damage) -> None:
+def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(tmp_path: Path, damage) -> None:
     path = store(tmp_path / "run.sqlite")
     check_store_of(path, CHECKPOINT, snapshot(incarnation=1, outbox_seq=400))
     damage(path)
@@ -278,20 +280,20 @@ def test_a_store_that_is_not_what_the_checkpoint_knows_is_named_with_a_way_on(tm
 
 
 @pytest.mark.parametrize(("incarnation", "row"), [(2, 0), (1, 401)])
-def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int, row: int) -> None:
+def test_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int, row: int) -> None:
     path = store(tmp_path / "run.sqlite")
     with pytest.raises(DamagedFileError, match="older, or another run's"):
         check_store_of(path, CHECKPOINT, snapshot(incarnation=incarnation, outbox_seq=row))
 
 
-def test_an_incarnation_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
+def test_incarnation_continues_only_from_an_incarnation_of_the_store(tmp_path: Path) -> None:
     ledger = LedgerStore(tmp_path / "run.sqlite")
     with pytest.raises(RunStoreError, match="the checkpoint is of incarnation 1"):
         ledger.begin(parent=1, step=4, sequence=7)
     assert read_incarnations(tmp_path / "run.sqlite") == []
 
 
-def test_incarnations_in_a_circle_end_the_reading(tmp_path: Path) -> None:
+def test_circular_incarnations_are_refused(tmp_path: Path) -> None:
     """A store from before that check: its only incarnation is its own parent."""
     path = store(tmp_path / "run.sqlite")
     with sqlite3.connect(path) as db:
@@ -301,7 +303,7 @@ def test_incarnations_in_a_circle_end_the_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_pages, garbage, remove])
-def test_the_ledger_of_a_damaged_store_is_one_line(
+def test_ledger_command_reports_a_damaged_store_in_one_line(
     tmp_path: Path, damage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
@@ -316,14 +318,14 @@ def test_the_ledger_of_a_damaged_store_is_one_line(
     assert folder.store_path.exists() == (damage is not remove)
 
 
-def test_a_whole_store_passes(tmp_path: Path) -> None:
+def test_whole_store_passes_the_check(tmp_path: Path) -> None:
     check_store(store(tmp_path / "run.sqlite"))
 
 
 # ---------------------------------------------------------------------- metrics, batches
 
 
-def test_damaged_lines_of_metrics_are_left_out_and_the_file_is_kept(tmp_path: Path) -> None:
+def test_damaged_metrics_lines_are_left_out_and_the_file_is_kept(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     lines = [json.dumps({"step": step, "time": 1.0}).encode() for step in range(1, 6)]
     lines[2] = b'{"step": 3, "ti\xff\xfe\x00'
@@ -336,14 +338,14 @@ def test_damaged_lines_of_metrics_are_left_out_and_the_file_is_kept(tmp_path: Pa
     assert folder.rewind_metrics(4) == ""
 
 
-def test_a_torn_last_line_is_no_damage(tmp_path: Path) -> None:
+def test_torn_last_metrics_line_does_not_count_as_damage(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     folder.metrics_path.write_bytes(b'{"step": 1}\n{"step": 2, "ti')
     assert folder.rewind_metrics(1) == ""
     assert not (folder.path / "metrics.jsonl.damaged").exists()
 
 
-def test_missing_metrics_are_told_where_there_were_steps(tmp_path: Path) -> None:
+def test_missing_metrics_are_reported_after_the_first_step(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     assert folder.rewind_metrics(0) == ""
     folder.metrics_path.unlink()
@@ -352,7 +354,7 @@ def test_missing_metrics_are_told_where_there_were_steps(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["step-000003 (copy).batch", "step-3.batch", "step-new.batch"])
-def test_a_batch_file_too_many_is_named(tmp_path: Path, name: str) -> None:
+def test_unexpected_batch_file_is_named(tmp_path: Path, name: str) -> None:
     for step in (1, 2):
         batch_path(tmp_path, step).touch()
     (tmp_path / name).touch()
@@ -361,7 +363,7 @@ def test_a_batch_file_too_many_is_named(tmp_path: Path, name: str) -> None:
     assert name in error.value.reason
 
 
-def test_batches_of_a_lost_incarnation_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+def test_batches_of_a_lost_incarnation_are_put_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         batch_path(tmp_path, step).touch()
     aside = put_lost_aside(tmp_path, after_step=2)

@@ -75,7 +75,9 @@ def refused(
         (json.dumps(PAIR), "line 1: it has neither `messages` nor"),
     ],
 )
-def test_a_file_that_cannot_be_trained(refused: Refused, data: Path, content: str, reason: str) -> None:
+def test_unusable_data_file_is_refused_with_the_reason(
+    refused: Refused, data: Path, content: str, reason: str
+) -> None:
     data.write_text(content)
     block = refused("--objective", "sft", "--data-path", str(data))
     assert block["where"] == "data.data_path"
@@ -91,7 +93,9 @@ def test_a_file_that_cannot_be_trained(refused: Refused, data: Path, content: st
         (GOOD, "line 1: it has not both `chosen` and `rejected`"),
     ],
 )
-def test_a_pair_without_two_sides(refused: Refused, data: Path, row: dict[str, object], reason: str) -> None:
+def test_pair_without_two_sides_is_refused(
+    refused: Refused, data: Path, row: dict[str, object], reason: str
+) -> None:
     data.write_text(json.dumps(row))
     own = ("--objective", "test_data_bad_input:objective", "--data-kind", "pairs")
     block = refused(*own, "--data-path", str(data))
@@ -103,7 +107,7 @@ def objective(inputs: object) -> object:
     raise AssertionError
 
 
-def test_a_file_that_is_missing(refused: Refused, tmp_path: Path) -> None:
+def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
     block = refused("--objective", "sft", "--data-path", str(tmp_path / "missing.jsonl"))
     assert "cannot be read" in block["reason"]
     block = refused("--objective", "sft", "--data-path", str(tmp_path / "missing.parquet"))
@@ -212,7 +216,7 @@ def test_a_file_that_is_missing(refused: Refused, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_contradict(
+def test_contradicting_data_settings_are_refused(
     refused: Refused, data: Path, flags: list[str], where: str, reason: str
 ) -> None:
     block = refused(*[str(data) if flag == "DATA" else flag for flag in flags])
@@ -229,7 +233,7 @@ def configuration(data: Path, model: Path) -> Config:
     return resolve(Source(name="test", tables=tables))
 
 
-def test_a_run_on_a_file_needs_no_check_of_what_it_does_not_start(data: Path, model: Path) -> None:
+def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> None:
     names = {check.name for check in checks_of("train", configuration(data, model))}
     assert {"model folder", "chat template", "training data", "trainer memory"} <= names
     assert not {"rollout function", "tasks", "router", "gateway port", "servable model"} & names

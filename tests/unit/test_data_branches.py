@@ -57,7 +57,7 @@ MORE = {"role": "user", "content": "And?"}
 THOUGHT = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
-def test_replies_and_their_ends_are_trained_and_nothing_else() -> None:
+def test_only_replies_and_their_end_tokens_are_trained() -> None:
     renderer = renderer_of("smollm2")
     [branch] = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -82,14 +82,14 @@ def test_kept_thinking_makes_one_branch_and_dropped_thinking_several() -> None:
     ]
 
 
-def test_refused_thinking_is_context() -> None:
+def test_refused_thinking_is_context_and_not_trained() -> None:
     renderer = renderer_of("qwen3")
     dialogue = conversation(ASK, REPLY, chat_template_kwargs={"enable_thinking": False})
     [branch] = branches(renderer, dialogue)
     assert shown(renderer, branch).endswith("assistant\n<think>\n\n</think>\n\n[[Yes.<|im_end|>]]")
 
 
-def test_a_reply_of_weight_0_is_only_context() -> None:
+def test_reply_of_weight_0_is_only_context_of_its_branch() -> None:
     renderer = renderer_of("llama3.2")
     [branch] = branches(renderer, conversation(ASK, {**REPLY, "weight": 0}, MORE, THOUGHT))
     assert shown(renderer, branch).count("[[") == 1
@@ -124,7 +124,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("keep_thinking", [True, False])
 @pytest.mark.parametrize("model", first_quick(MODELS))
-def test_each_reply_stands_behind_what_the_gateway_would_send(model: str, keep_thinking: bool) -> None:
+def test_each_reply_follows_the_prompt_that_the_gateway_would_send(model: str, keep_thinking: bool) -> None:
     """The whole corpus: a branch begins with the ids of a first request, its last reply is what the template
     writes, and a branch that goes on says what the template says, thinking aside."""
     renderer = renderer_of(model, keep_thinking=keep_thinking)
@@ -181,7 +181,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_the_mask_of_a_marked_template_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
+def test_mask_of_a_template_with_generation_marks_equals_that_of_transformers(
+    tiny: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "marked"))
     (folder / "chat_template.jinja").write_text(MARKED)
     messages = [ASK, REPLY, MORE, {"role": "assistant", "content": "12 and 7."}]
@@ -195,7 +197,7 @@ def test_the_mask_of_a_marked_template_is_that_of_transformers(tiny: Path, tmp_p
     assert not any(reference["assistant_masks"][length:])
 
 
-def test_a_template_that_marks_less_is_believed(tiny: Path, tmp_path: Path) -> None:
+def test_tokens_outside_of_the_templates_marks_are_not_trained(tiny: Path, tmp_path: Path) -> None:
     """Here the mark begins behind a word that no prompt asks for, and leaves out the end of turn, which is
     trained all the same."""
     folder = Path(shutil.copytree(tiny, tmp_path / "marked"))
@@ -209,7 +211,7 @@ def test_a_template_that_marks_less_is_believed(tiny: Path, tmp_path: Path) -> N
     assert "Well: Yes.<|im_end|>" in shown(renderer, made[1]), "the first reply is context of the second"
 
 
-def test_a_template_that_asks_otherwise_than_it_writes_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_template_whose_prompt_differs_from_its_history_is_refused(tiny: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "asking"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     source = settings["chat_template"]

@@ -14,4 +14,5 @@ def test_every_objective_on_files_has_a_kind_of_row() -> None:
 
 
 def test_numbers_have_the_names_that_objectives_read() -> None:
-    assert (samples.CHOSEN, samples.DESIRABLE) == (preferences.CHOSEN, preferences.DESIRABLE)
+    assert samples.CHOSEN == preferences.CHOSEN
+    assert samples.DESIRABLE == preferences.DESIRABLE

@@ -25,7 +25,7 @@ def draws_of(order: RowOrder, steps: range) -> list[Draw]:
 
 
 @given(ORDERS)
-def test_every_pass_has_every_row_once(order: RowOrder) -> None:
+def test_every_epoch_has_every_row_once(order: RowOrder) -> None:
     last = order.last_step(num_steps=7)
     draws = draws_of(order, range(1, last + 1))
     assert all(len(order.batch(step)) == order.batch_size for step in range(1, last))
@@ -39,7 +39,7 @@ def test_every_pass_has_every_row_once(order: RowOrder) -> None:
     assert [draw.epoch for draw in draws] == sorted(draw.epoch for draw in draws)
 
 
-def test_the_order_is_that_of_the_file_or_of_the_seed() -> None:
+def test_rows_are_in_file_order_or_shuffled_by_the_seed() -> None:
     order = RowOrder(num_rows=50, batch_size=50, epochs=2, shuffle=False, seed=0)
     assert [draw.index for draw in order.batch(1)] == list(range(50))
     shuffled = replace(order, shuffle=True)

@@ -37,7 +37,7 @@ def test_every_reply_of_a_conversation_is_trained() -> None:
     assert trained(row(messages=[USER, FOUR, MORE, SIX])) == [["4", "6"]]
 
 
-def test_a_reply_of_weight_0_is_context() -> None:
+def test_reply_of_weight_0_is_context() -> None:
     assert trained(row(messages=[USER, {**FOUR, "weight": 0}, MORE, {**SIX, "weight": 1}])) == [["6"]]
 
 
@@ -53,7 +53,7 @@ def test_a_completion_is_trained_and_its_prompt_is_context() -> None:
     ]
 
 
-def test_calls_and_tools_are_read_as_the_gateway_reads_them() -> None:
+def test_calls_and_tools_of_a_row_are_read_like_in_the_gateway() -> None:
     as_object = {**CALL, "function": {"name": "add", "arguments": {"a": 2}}}
     result = {"role": "tool", "content": "4", "tool_call_id": "c1"}
     replies = []
@@ -70,13 +70,13 @@ def test_calls_and_tools_are_read_as_the_gateway_reads_them() -> None:
     assert [tool.name for tool in as_text.sides[0].prompt.tools] == ["add"]
 
 
-def test_thinking_is_asked_for_by_the_row() -> None:
+def test_row_turns_thinking_on_or_off() -> None:
     read = row(messages=[USER, FOUR], chat_template_kwargs={"enable_thinking": False})
     assert read.sides[0].prompt.thinking is False
     assert row(messages=[USER, FOUR]).sides[0].prompt.thinking is None
 
 
-def test_a_pair_trains_what_differs() -> None:
+def test_pair_trains_only_the_differing_replies() -> None:
     expected = [["4"], ["5"]]
     assert trained(row("pairs", prompt="2+2?", chosen="4", rejected="5")) == expected
     assert trained(row("pairs", prompt=[USER], chosen=[FOUR], rejected=[FIVE])) == expected
@@ -85,7 +85,7 @@ def test_a_pair_trains_what_differs() -> None:
     assert trained(longer) == [["6"], ["5"]], "the reply that both sides have is context"
 
 
-def test_a_labelled_reply() -> None:
+def test_labelled_reply_is_read_with_its_label() -> None:
     good = row("labels", messages=[USER, FOUR], label=True)
     bad = row("labels", prompt="2+2?", completion="5", label=False)
     assert (trained(good), good.label) == ([["4"]], True)
@@ -136,14 +136,14 @@ def test_a_labelled_reply() -> None:
         ("labels", {"messages": [USER, FOUR], "label": 1}, "`label` is 1"),
     ],
 )
-def test_a_row_that_cannot_be_trained_says_why(kind: Kind, fields: dict[str, Any], reason: str) -> None:
+def test_unusable_row_is_refused_with_the_reason(kind: Kind, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableRowError) as caught:
         read_row(1, fields, kind)
     assert reason in caught.value.reason
     assert caught.value.fix
 
 
-def test_rows_of_another_trainer_are_told_how_to_change() -> None:
+def test_rows_in_the_format_of_other_trainers_are_refused_with_the_fix() -> None:
     with pytest.raises(UnusableRowError) as caught:
         row(conversations=[{"from": "human", "value": "2+2?"}])
     assert "`from` and `value` become `role` and `content`" in caught.value.fix
@@ -152,13 +152,14 @@ def test_rows_of_another_trainer_are_told_how_to_change() -> None:
     assert "--objective dpo" in caught.value.fix
 
 
-def test_a_file_names_the_line_that_is_wrong(tmp_path: Path) -> None:
+def test_error_in_a_data_file_names_its_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good = json.dumps({"messages": [USER, FOUR]})
     file.write_text(f"{good}\n\n{good}\n" + json.dumps({"messages": [USER]}) + "\n")
     with pytest.raises(ConfigError, match="line 4: no message is the assistant's") as caught:
         load_rows("data.data_path", str(file), "conversations")
-    assert (caught.value.field, caught.value.value) == ("data.data_path", str(file))
+    assert caught.value.field == "data.data_path"
+    assert caught.value.value == str(file)
     file.write_text(f"{good}\n{{\n")
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         load_rows("data.data_path", str(file), "conversations")

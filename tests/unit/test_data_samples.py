@@ -46,7 +46,7 @@ def dataset(
     return load_dataset(config, objective, text, seed=1)
 
 
-def test_the_two_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
+def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "6", "7")]
     data = dataset(tmp_path, model, rows, objective="dpo", data_batch_size=3, data_shuffle=False)
     batch = data.step(1).batch
@@ -61,7 +61,7 @@ def test_the_two_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> No
     assert data.tokenizer.shown(chosen).endswith("2+2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]")
 
 
-def test_a_batch_over_the_end_of_a_pass_has_a_row_twice(tmp_path: Path, model: Path) -> None:
+def test_batch_across_the_end_of_an_epoch_repeats_a_row(tmp_path: Path, model: Path) -> None:
     data = dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=3)
     batch = data.step(2).batch
     assert [sample.group_id for sample in batch.samples] == ["3/1", "4/1", "5/1"]
@@ -69,7 +69,7 @@ def test_a_batch_over_the_end_of_a_pass_has_a_row_twice(tmp_path: Path, model: P
     assert batch.version == 1
 
 
-def test_a_labelled_row_says_its_label(tmp_path: Path, model: Path) -> None:
+def test_labelled_row_carries_its_label_as_a_number(tmp_path: Path, model: Path) -> None:
     rows = [{"messages": [ASK, reply("4")], "label": True}, {"messages": [ASK, reply("5")], "label": False}]
     data = dataset(tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False)
     assert [sample.numbers for sample in data.step(1).batch.samples] == [
@@ -80,7 +80,7 @@ def test_a_labelled_row_says_its_label(tmp_path: Path, model: Path) -> None:
     assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), "kto compares rows"
 
 
-def test_no_engine_sampled_the_tokens(tmp_path: Path, model: Path) -> None:
+def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -> None:
     [sample] = (
         dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=1).step(1).batch.samples
     )
@@ -97,7 +97,9 @@ def test_no_engine_sampled_the_tokens(tmp_path: Path, model: Path) -> None:
         ("my:own", "pairs", "pairs"),
     ],
 )
-def test_what_a_row_is(tmp_path: Path, model: Path, objective: str, data_kind: Any, kind: str) -> None:
+def test_kind_of_a_row_follows_from_the_objective(
+    tmp_path: Path, model: Path, objective: str, data_kind: Any, kind: str
+) -> None:
     row: dict[str, Any] = {"messages": [ASK, reply("4")]}
     if kind == "pairs":
         row = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
@@ -134,7 +136,7 @@ def test_a_row_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
         data.step(1)
 
 
-def test_if_all_rows_are_too_long_nothing_starts(tmp_path: Path, model: Path) -> None:
+def test_data_file_with_only_too_long_rows_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="none of 1 rows has 200 tokens or fewer"):
         dataset(tmp_path, model, [LONG]).check_tokens()
     (tmp_path / "held_out.jsonl").write_text(json.dumps(LONG))
@@ -144,7 +146,7 @@ def test_if_all_rows_are_too_long_nothing_starts(tmp_path: Path, model: Path) ->
     assert caught.value.field == "data.data_eval_path"
 
 
-def test_half_of_a_pair_is_not_trained(tmp_path: Path, model: Path) -> None:
+def test_pair_with_one_too_long_side_is_skipped(tmp_path: Path, model: Path) -> None:
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "4 " * 300}
     step = dataset(tmp_path, model, [pair], objective="dpo", data_batch_size=1).step(1)
     assert (step.batch.samples, step.skipped) == ((), 1)
@@ -153,7 +155,7 @@ def test_half_of_a_pair_is_not_trained(tmp_path: Path, model: Path) -> None:
 REFUSING = "{{ raise_exception('no digits') if '7' in messages[-1].content }}"
 
 
-def test_a_row_that_the_template_refuses(tmp_path: Path, model: Path) -> None:
+def test_row_that_the_template_refuses_is_skipped_and_named(tmp_path: Path, model: Path) -> None:
     """Found before the start where it is looked at; later it is left out and counted."""
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (tmp_path / "template.jinja").write_text(REFUSING + settings["chat_template"])

@@ -260,12 +260,12 @@ def receiver(fleet: Fleet, name: str) -> FakeReceiver:
     return found
 
 
-async def test_a_call_that_moves_weights_has_the_time_of_a_phase(fleet: Fleet) -> None:
+async def test_call_that_moves_weights_has_the_deadline_of_its_phase(fleet: Fleet) -> None:
     assert {receiver(fleet, name).deadline_s for name in fleet.engines} == {900.0}
 
 
 @pytest.mark.parametrize("phase", ["check", "pause", "load", "commit"])
-async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
+async def test_update_continues_without_waiting_for_a_lost_engine(
     fleet: Fleet, updater: WeightUpdater, phase: str
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -291,7 +291,7 @@ async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
 
 
-async def test_an_engine_that_comes_up_while_weights_are_staged_takes_part_in_their_update(
+async def test_engine_that_starts_while_weights_are_staged_takes_part_in_the_update(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -328,7 +328,7 @@ async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -
     return newcomer
 
 
-async def test_updates_go_on_beside_a_newcomer_and_do_not_stage_over_what_it_loads(
+async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weights(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
     """Version 2 goes to the other slot. Version 3 would be written where the newcomer reads version 1."""
@@ -350,7 +350,7 @@ async def test_updates_go_on_beside_a_newcomer_and_do_not_stage_over_what_it_loa
     await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
 
 
-async def test_a_newcomer_that_an_update_loses_before_the_router_knows_it_is_ended(
+async def test_new_engine_lost_by_an_update_before_its_registration_is_stopped(
     fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -377,7 +377,7 @@ async def test_a_newcomer_that_an_update_loses_before_the_router_knows_it_is_end
     assert lost.url not in fleet.router.urls  # type: ignore[attr-defined]
 
 
-async def test_a_newcomer_that_the_router_does_not_reach_leaves_again(
+async def test_new_engine_that_the_router_does_not_reach_is_evicted(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -389,7 +389,7 @@ async def test_a_newcomer_that_the_router_does_not_reach_leaves_again(
     await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
 
 
-async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: WeightUpdater) -> None:
+async def test_engine_is_restarted_a_limited_number_of_times(fleet: Fleet, updater: WeightUpdater) -> None:
     await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeReceiver, "check", FakeReceiver.commit)  # raises: it takes no such arguments
@@ -404,7 +404,7 @@ async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater
     fleet.check()
 
 
-async def test_what_left_before_the_first_version_comes_back_after_it(
+async def test_engine_evicted_before_the_first_version_returns_after_it(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
     fleet.evict("engine-2", "it died")
@@ -413,7 +413,7 @@ async def test_what_left_before_the_first_version_comes_back_after_it(
     assert receiver(fleet, "engine-2").weights == "1"
 
 
-async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
+async def test_new_engine_that_dies_while_loading_does_not_hold_up_updates(
     fleet: Fleet, updater: WeightUpdater, deaths: Deaths
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -426,7 +426,7 @@ async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
     assert FakeServer.made[3].stopped
 
 
-async def test_one_engines_failing_check_is_that_engines(fleet: Fleet, deaths: Deaths) -> None:
+async def test_failing_health_check_evicts_only_its_own_engine(fleet: Fleet, deaths: Deaths) -> None:
     deaths.future(fleet.engines["engine-0"].server).set_exception(OSError("no more files"))
     await eventually(lambda: "engine-0" in fleet.evicted)
     assert "no more files" in fleet.evicted["engine-0"]
@@ -440,7 +440,9 @@ async def test_one_engines_failing_check_is_that_engines(fleet: Fleet, deaths: D
         fleet.check()
 
 
-async def test_an_engine_that_cannot_be_ended_keeps_nothing_else_alive(fleet: Fleet, deaths: Deaths) -> None:
+async def test_engine_that_cannot_be_stopped_does_not_keep_other_engines_alive(
+    fleet: Fleet, deaths: Deaths
+) -> None:
     """SIGKILL does not end a process that waits for a disk."""
     servers = list(FakeServer.made)
     servers[0].cannot_stop = servers[1].cannot_stop = True
@@ -454,14 +456,14 @@ async def test_an_engine_that_cannot_be_ended_keeps_nothing_else_alive(fleet: Fl
     assert FakeRouter.made[0].stopped
 
 
-async def test_an_engine_that_leaves_as_the_fleet_stops_is_ended(fleet: Fleet) -> None:
+async def test_engine_evicted_while_the_fleet_stops_is_stopped(fleet: Fleet) -> None:
     """What would have ended it is cancelled before it has begun."""
     fleet.evict("engine-0", "a test says so")
     await fleet.stop()
     assert [server.stopped for server in FakeServer.made] == [True, True, True]
 
 
-async def test_a_client_that_does_not_close_keeps_no_engine_alive(
+async def test_client_that_fails_to_close_keeps_no_engine_alive(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def close(self: FakeClient) -> None:
@@ -472,7 +474,7 @@ async def test_a_client_that_does_not_close_keeps_no_engine_alive(
     assert [server.stopped for server in FakeServer.made] == [True, True, True]
 
 
-async def test_the_end_of_a_watch_itself_is_told(
+async def test_failure_of_an_engine_watch_is_raised(
     fleet: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(name: str, reason: str) -> None:
@@ -485,7 +487,7 @@ async def test_the_end_of_a_watch_itself_is_told(
         fleet.check()
 
 
-async def test_a_dead_router_is_started_again_with_its_engines(fleet: Fleet, deaths: Deaths) -> None:
+async def test_dead_router_is_restarted_with_its_engines(fleet: Fleet, deaths: Deaths) -> None:
     await fleet.admit()
     first = FakeRouter.made[0]
     fleet.evict("engine-2", "it died")
@@ -499,14 +501,14 @@ async def test_a_dead_router_is_started_again_with_its_engines(fleet: Fleet, dea
     fleet.check()
 
 
-async def test_a_restarted_router_gets_no_engine_that_was_not_admitted(fleet: Fleet, deaths: Deaths) -> None:
+async def test_restarted_router_gets_only_admitted_engines(fleet: Fleet, deaths: Deaths) -> None:
     deaths.future(FakeRouter.made[0]).set_result("it hangs")
     await eventually(lambda: len(FakeRouter.made) == 2)
     await fleet.admit()
     assert len(FakeRouter.made[1].urls) == 3
 
 
-async def test_a_router_that_dies_again_and_again_ends_the_incarnation(fleet: Fleet, deaths: Deaths) -> None:
+async def test_router_that_dies_repeatedly_ends_the_incarnation(fleet: Fleet, deaths: Deaths) -> None:
     for times in range(4):
         fleet.check()
         await eventually(lambda times=times: len(FakeRouter.made) == times + 1)
@@ -516,7 +518,7 @@ async def test_a_router_that_dies_again_and_again_ends_the_incarnation(fleet: Fl
         fleet.check()
 
 
-async def test_an_engine_that_the_router_does_not_reach_leaves(fleet: Fleet) -> None:
+async def test_engine_that_the_router_does_not_reach_is_evicted(fleet: Fleet) -> None:
     FakeRouter.made[0].unreachable = {fleet.engines["engine-1"].server.url}
     await fleet.admit()
     assert set(fleet.engines) == {"engine-0", "engine-2"}
@@ -529,7 +531,7 @@ async def test_a_router_that_reaches_no_engine_is_an_error(fleet: Fleet) -> None
         await fleet.admit()
 
 
-async def test_a_port_that_somebody_took_is_a_reason_for_another_try(
+async def test_engine_start_is_retried_if_its_port_was_taken(
     fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await updater.update(WeightVersion(1))
@@ -548,7 +550,7 @@ async def test_a_port_that_somebody_took_is_a_reason_for_another_try(
     assert FakeServer.made[3].stopped
 
 
-async def test_an_engine_that_does_not_start_ends_the_others_too(
+async def test_failed_start_of_one_engine_stops_all_engines(
     fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
@@ -563,7 +565,7 @@ async def test_an_engine_that_does_not_start_ends_the_others_too(
     assert second.engines == {}
 
 
-async def test_stopping_while_it_starts_ends_everything_without_a_complaint(
+async def test_fleet_can_be_stopped_while_it_starts(
     fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     """As an interrupt does it: the start is cancelled, and the fleet is stopped beside it."""
@@ -579,7 +581,7 @@ async def test_stopping_while_it_starts_ends_everything_without_a_complaint(
     assert caplog.records == []
 
 
-async def test_stopping_before_any_start_was_waited_for_ends_everything_without_a_complaint(
+async def test_fleet_can_be_stopped_before_its_start_is_awaited(
     fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     """As a run does it whose Ray did not start: the engines' processes exist, and nobody has waited yet."""
@@ -639,7 +641,7 @@ def updater_of(fleet: Fleet) -> WeightUpdater:
     )
 
 
-async def test_external_engines_are_engines_of_the_fleet(mixed: Fleet) -> None:
+async def test_external_engines_belong_to_the_fleet(mixed: Fleet) -> None:
     await updater_of(mixed).update(WeightVersion(1))
     await mixed.admit()
     assert set(mixed.engines) == {"engine-0", "external-0", "external-1"}
@@ -654,7 +656,7 @@ async def test_external_engines_are_engines_of_the_fleet(mixed: Fleet) -> None:
     assert not mixed.engines["engine-0"].receiver.replies_over_http
 
 
-async def test_an_external_engine_that_left_is_waited_for_and_gets_the_fleets_version_first(
+async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns(
     mixed: Fleet, deaths: Deaths
 ) -> None:
     """However often: `engine_max_restarts` counts those that we start."""
@@ -682,7 +684,7 @@ async def test_an_external_engine_that_left_is_waited_for_and_gets_the_fleets_ve
     assert mixed.evicted == {}
 
 
-async def test_an_external_engine_that_comes_back_as_another_one_is_asked_again(
+async def test_restarted_external_engine_is_identified_again(
     mixed: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await updater_of(mixed).update(WeightVersion(1))
@@ -700,7 +702,7 @@ async def test_an_external_engine_that_comes_back_as_another_one_is_asked_again(
     assert receiver(mixed, "external-0").weights == "1"
 
 
-async def test_an_own_engine_beside_external_ones_is_not_started_more_often(
+async def test_restart_limit_of_our_own_engines_holds_with_external_engines(
     mixed: Fleet, deaths: Deaths
 ) -> None:
     await updater_of(mixed).update(WeightVersion(1))
@@ -710,7 +712,7 @@ async def test_an_own_engine_beside_external_ones_is_not_started_more_often(
     mixed.check()
 
 
-async def test_an_external_engine_that_is_not_what_the_run_needs_ends_the_start(
+async def test_unsuitable_external_engine_ends_the_start(
     mixed: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init = FakeExternal.__init__

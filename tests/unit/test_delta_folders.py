@@ -77,7 +77,7 @@ def folders(parent: Path) -> DeltaFolders:
     return DeltaFolders(LAYOUT, parent, full_every=4)
 
 
-def test_an_engine_that_follows_reads_differences_alone(folders: DeltaFolders) -> None:
+def test_engine_on_the_previous_version_reads_only_deltas(folders: DeltaFolders) -> None:
     held = zeros()
     for version in range(1, 4):
         staged = stage(folders, version)
@@ -87,7 +87,7 @@ def test_an_engine_that_follows_reads_differences_alone(folders: DeltaFolders) -
         assert checksums(held) == staged.checksums == checksums(tensors(version))
 
 
-def test_an_engine_of_other_weights_begins_with_the_whole_ones(folders: DeltaFolders) -> None:
+def test_engine_with_other_weights_loads_whole_weights_first(folders: DeltaFolders) -> None:
     """Refused as a base, whatever it holds; then brought up by itself."""
     for version in range(1, 4):
         staged = stage(folders, version)
@@ -96,7 +96,7 @@ def test_an_engine_of_other_weights_begins_with_the_whole_ones(folders: DeltaFol
         assert checksums(held) == staged.checksums
 
 
-def test_an_engine_that_is_behind_or_ahead_gets_there(folders: DeltaFolders) -> None:
+def test_engine_that_is_behind_or_ahead_reaches_the_version(folders: DeltaFolders) -> None:
     first, second, third = (stage(folders, version) for version in (1, 2, 3))
     behind = tensors(1)
     load_chain(chain(third), LAYOUT, behind)
@@ -106,7 +106,9 @@ def test_an_engine_that_is_behind_or_ahead_gets_there(folders: DeltaFolders) -> 
     assert names(first) == names(third)[:1]
 
 
-def test_chains_end_and_the_one_before_stays(folders: DeltaFolders, parent: Path) -> None:
+def test_delta_chains_have_a_maximum_length_and_the_previous_chain_stays(
+    folders: DeltaFolders, parent: Path
+) -> None:
     kept = [names(stage(folders, version)) for version in range(1, 7)]
     assert [len(chain) for chain in kept] == [1, 2, 3, 4, 1, 2]
     assert sorted(path.name for path in parent.iterdir()) == kept[5]
@@ -114,7 +116,7 @@ def test_chains_end_and_the_one_before_stays(folders: DeltaFolders, parent: Path
     assert sorted(path.name for path in parent.iterdir()) == names(before), "what a killed writer left goes"
 
 
-def test_a_version_that_is_tried_again_is_whole_and_the_one_before_stays(folders: DeltaFolders) -> None:
+def test_retried_version_is_whole_and_the_previous_version_stays(folders: DeltaFolders) -> None:
     stage(folders, 1)
     before = stage(folders, 2)
     stage(folders, 3)
@@ -128,7 +130,7 @@ def test_a_version_that_is_tried_again_is_whole_and_the_one_before_stays(folders
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "order", "twice"])
-def test_other_tensors_are_not_staged_and_the_next_version_is_whole(
+def test_tensors_outside_of_the_layout_are_not_staged_and_the_next_version_is_whole(
     folders: DeltaFolders, fault: str
 ) -> None:
     before = stage(folders, 1)
@@ -148,7 +150,7 @@ def test_other_tensors_are_not_staged_and_the_next_version_is_whole(
         assert checksums(held) == version.checksums
 
 
-def test_small_changes_are_small_files(tmp_path: Path) -> None:
+def test_small_changes_make_small_delta_files(tmp_path: Path) -> None:
     """One element of a thousand, in the lowest bits."""
     layout = (TensorSpec(name="w", shape=(1000, 100), dtype="bfloat16"),)
     folders = DeltaFolders(layout, tmp_path / "weights", full_every=4)
@@ -167,7 +169,7 @@ def test_small_changes_are_small_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault", ["gone", "no manifest", "torn manifest", "cut", "flipped", "another version's", "swapped frames"]
 )
-def test_a_difference_that_is_wrong_changes_nothing(folders: DeltaFolders, fault: str, engine: str) -> None:
+def test_damaged_delta_changes_no_weight(folders: DeltaFolders, fault: str, engine: str) -> None:
     stage(folders, 1)
     other = stage(folders, 2)
     staged = stage(folders, 3)
@@ -202,7 +204,7 @@ def test_a_difference_that_is_wrong_changes_nothing(folders: DeltaFolders, fault
     assert checksums(held) == other.checksums
 
 
-def test_a_frame_of_another_size_is_refused() -> None:
+def test_delta_frame_of_another_size_is_refused() -> None:
     """It may claim more memory than there is."""
     small, large = (TensorSpec(name="w", shape=(size,), dtype="float32") for size in (10, 1000))
     for one, other in ((small, large), (large, small)):
@@ -212,7 +214,7 @@ def test_a_frame_of_another_size_is_refused() -> None:
 
 
 @given(st.data())
-def test_a_frame_holds_every_byte(data: st.DataObject) -> None:
+def test_delta_frame_restores_every_byte(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
     spec = TensorSpec(name="w", shape=shape, dtype=str(dtype).removeprefix("torch."))
@@ -221,7 +223,7 @@ def test_a_frame_holds_every_byte(data: st.DataObject) -> None:
     assert torch.equal(decompress(compress(random, spec), spec), random)
 
 
-def test_the_bytes_of_a_tensor_are_row_major() -> None:
+def test_raw_bytes_of_a_tensor_are_row_major() -> None:
     matrix = torch.arange(6, dtype=torch.float32).view(2, 3)
     assert torch.equal(raw_bytes(matrix.t()), raw_bytes(matrix.t().contiguous()))
     assert not torch.equal(raw_bytes(matrix.t()), raw_bytes(matrix))

@@ -43,7 +43,7 @@ def outputs_of(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_expected_gradient_is_that_of_the_reverse_kl(seed: int) -> None:
+def test_expected_distillation_gradient_is_that_of_the_reverse_kl(seed: int) -> None:
     """Each token of a vocabulary once, weighted by its probability under the student."""
     generator = torch.Generator().manual_seed(seed)
     logits_V = torch.randn(7, generator=generator).requires_grad_()
@@ -70,7 +70,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(seed: int) -> None:
     old_logprobs=st.sampled_from(["recompute", "engine"]),
     correction=st.sampled_from(["none", "truncated"]),
 )
-def test_each_token_has_its_own_gap(
+def test_distillation_advantage_is_the_gap_of_each_token(
     seed: int, length: int, has_old: bool, old_logprobs: str, correction: str
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -89,9 +89,12 @@ def test_each_token_has_its_own_gap(
     before = old if has_old else current
     if old_logprobs == "engine":
         before = rollout
-    loss, gradient = 0.0, []
+    loss = 0.0
+    gradient = []
     for token in range(length):
-        new, at, engine = current[token].item(), before[token].item(), rollout[token].item()
+        new = current[token].item()
+        at = before[token].item()
+        engine = rollout[token].item()
         advantage = teacher[token].item() - at
         weight = min(math.exp(at - engine), 2.0) if correction == "truncated" else 1.0
         ratio = math.exp(new - at)
@@ -99,7 +102,8 @@ def test_each_token_has_its_own_gap(
         surrogate = min(ratio * advantage, clipped * advantage)
         acts = ratio * advantage > clipped * advantage
         if advantage < 0 and ratio > 3:
-            surrogate, acts = 3 * advantage, True
+            surrogate = 3 * advantage
+            acts = True
         loss -= weight * surrogate / length
         gradient.append(0.0 if acts else -weight * ratio * advantage / length)
     assert outputs.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)
@@ -109,7 +113,7 @@ def test_each_token_has_its_own_gap(
     assert resolve(outputs.metrics)["reverse_kl"] == pytest.approx(sum(gaps) / length, rel=1e-4, abs=1e-5)
 
 
-def test_a_student_that_is_its_teacher_has_no_gradient() -> None:
+def test_student_equal_to_its_teacher_has_no_gradient() -> None:
     current_N = torch.tensor([-1.0, -3.0]).requires_grad_()
     outputs = outputs_of(current_N, current_N.detach().clone(), AlgorithmConfig(objective="distillation"))
     outputs.loss.backward()
@@ -117,13 +121,13 @@ def test_a_student_that_is_its_teacher_has_no_gradient() -> None:
     assert not current_N.grad.any()
 
 
-def test_rows_without_a_teacher() -> None:
+def test_rows_without_a_teacher_column_are_refused() -> None:
     current_N = torch.tensor([-1.0]).requires_grad_()
     with pytest.raises(TrainError, match="column 'teacher'"):
         outputs_of(current_N, None, AlgorithmConfig(objective="distillation"))
 
 
-def test_what_it_needs() -> None:
+def test_distillation_needs_old_and_teacher_logprobs() -> None:
     config = AlgorithmConfig(objective="distillation")
     assert needs_of(config) == Needs(old=True, teacher=True)
     with_kl = config.model_copy(update={"kl_coef": 0.1, "old_logprobs": "engine"})

@@ -152,13 +152,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_has_every_page(site: Path) -> None:
+def test_documentation_site_has_every_page(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file(), page
     assert (site / "reference" / "settings.html").is_file(), "generated while the site is built"
 
 
-def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+def test_no_documentation_page_loads_files_from_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
@@ -174,7 +174,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
         assert addresses == [], sheet
 
 
-def test_the_reference_lists_every_setting(site: Path) -> None:
+def test_settings_reference_lists_every_setting(site: Path) -> None:
     page = (site / "reference" / "settings.html").read_text()
     for table, section in SECTIONS.items():
         assert f'id="{table}"' in page
@@ -182,7 +182,7 @@ def test_the_reference_lists_every_setting(site: Path) -> None:
             assert f"<code>{name}</code>" in page, f"{table}.{name}"
 
 
-def test_the_first_line_of_every_section_is_a_whole_sentence() -> None:
+def test_first_line_of_every_settings_section_is_a_sentence() -> None:
     """The reference and `invrl train --help` show it as the section's summary."""
     for table, section in SECTIONS.items():
         assert (section.__doc__ or "").strip().splitlines()[0].endswith("."), table
@@ -200,7 +200,7 @@ def test_every_snippet_names_its_language() -> None:
 
 
 @pytest.mark.parametrize("snippet", of_language("python"), ids=lambda snippet: snippet.place)
-def test_python_compiles_and_what_it_imports_of_ours_is_there(snippet: Snippet) -> None:
+def test_python_snippets_compile_and_their_imports_exist(snippet: Snippet) -> None:
     tree = ast.parse(snippet.text, snippet.place)
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
@@ -219,11 +219,11 @@ def test_python_compiles_and_what_it_imports_of_ours_is_there(snippet: Snippet) 
 @pytest.mark.parametrize(
     "snippet", [s for s in of_language("toml") if s.is_ours], ids=lambda snippet: snippet.place
 )
-def test_toml_resolves_as_configuration(snippet: Snippet) -> None:
+def test_toml_snippets_resolve_as_configuration(snippet: Snippet) -> None:
     resolve(Source(name=snippet.place, tables=tomllib.loads(snippet.text)))
 
 
-def test_the_example_of_a_dialect_reads_and_writes_its_wire() -> None:
+def test_dialect_example_of_the_docs_reads_requests_and_writes_replies() -> None:
     [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/dialect.md"]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
@@ -242,7 +242,7 @@ def test_the_example_of_a_dialect_reads_and_writes_its_wire() -> None:
     assert json.loads(dialect.stream(request, []).tail([])) == {"done": True}
 
 
-def test_the_examples_of_a_loss_load_and_compute() -> None:
+def test_loss_examples_of_the_docs_compute_a_loss() -> None:
     snippet, of_group = [
         snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"
     ]
@@ -273,7 +273,7 @@ def test_the_examples_of_a_loss_load_and_compute() -> None:
     assert above_score(np.array([3.0, 2.0]), eps=1e-4).tolist() == [0.5, -0.5]
 
 
-def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
+def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
     """A rollout of two rows, in one call and in two."""
     [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/objective.md"]
     module: dict[str, Any] = {}
@@ -313,7 +313,7 @@ def test_the_example_of_an_objective_adds_up_over_micro_batches() -> None:
     assert (call(slice(0, 2)) + call(slice(2, 3))).item() == pytest.approx(expected)
 
 
-def test_the_examples_of_a_filter_and_a_task_source_work() -> None:
+def test_filter_and_task_source_examples_of_the_docs_work() -> None:
     filters, source = (one for one in of_language("python") if one.page == "docs/extend/tasks.md")
     module: dict[str, Any] = {}
     for snippet in (filters, source):
@@ -351,7 +351,7 @@ def test_the_examples_of_a_filter_and_a_task_source_work() -> None:
     assert len({task.id for task in module["levels"]("eval", 3)}) == 50
 
 
-def test_data_parses() -> None:
+def test_json_snippets_parse() -> None:
     for snippet in of_language("json"):
         json.loads(snippet.text)
     for snippet in of_language("jsonl"):
@@ -469,7 +469,7 @@ def test_every_file_that_a_page_names_exists() -> None:
             assert (ROOT / name).exists(), f"{page_name(page)}: `{name}`"
 
 
-def test_the_map_answers_every_question_with_a_file() -> None:
+def test_architecture_map_answers_every_question_with_a_file_of_the_package() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     section = text.partition("## Where is ...?")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
@@ -479,7 +479,7 @@ def test_the_map_answers_every_question_with_a_file() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_name)
-def test_links_of_the_pages_outside_of_the_site_lead_somewhere(page: Path) -> None:
+def test_links_out_of_the_site_lead_to_existing_files(page: Path) -> None:
     """Those of the site are checked by MkDocs."""
     for target in re.findall(r"\]\(([^)]+)\)", prose_of(page)):
         if not target.startswith(("http", "#")):
@@ -495,7 +495,7 @@ def test_every_command_is_on_the_page_of_commands(capsys: pytest.CaptureFixture[
         assert f"| `invrl {command}` |" in page, command
 
 
-def test_every_failure_reason_is_explained() -> None:
+def test_every_failure_reason_is_documented() -> None:
     from invrl.reasons import FailureReason
 
     page = (DOCS / "troubleshooting.md").read_text()
@@ -503,7 +503,7 @@ def test_every_failure_reason_is_explained() -> None:
         assert f"`{reason}`" in page, reason
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_stays_within_its_word_limit() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 700
 
 

@@ -376,7 +376,7 @@ def by_check(findings: list[Finding]) -> dict[str, list[Finding]]:
 @pytest.mark.parametrize(
     ("plant", "check", "status", "reason", "fix"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
 )
-def test_a_planted_fault_is_found(
+def test_doctor_finds_each_planted_fault(
     plot: Plot, plant: Callable[[Plot], object], check: str, status: Status, reason: str, fix: str
 ) -> None:
     plant(plot)
@@ -394,7 +394,7 @@ def test_a_planted_fault_is_found(
     [(1, ()), (0, ("--debug-train-only", "--load-rollout-data", "saved"))],
     ids=["gpu", "trainer alone"],
 )
-def test_a_family_without_an_engine_on_cpus_is_not_refused_where_none_starts_on_one(
+def test_family_without_cpu_engines_is_accepted_if_no_engine_runs_on_a_cpu(
     plot: Plot, gpus: int, more: tuple[str, ...]
 ) -> None:
     model_json("config.json", model_type="deepseek_v3")(plot)
@@ -404,7 +404,7 @@ def test_a_family_without_an_engine_on_cpus_is_not_refused_where_none_starts_on_
     assert [finding.status for finding in findings] == ([] if more else [Status.OK])
 
 
-def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
+def test_checks_that_need_the_model_folder_are_skipped_if_it_is_broken(
     plot: Plot, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each rule about the folder stands in one check, and the others do not report its fault again."""
@@ -432,7 +432,7 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
 
 @pytest.mark.parametrize("template", ["chatml-tools", "own.jinja"])
 @pytest.mark.parametrize("command", ["doctor", "serve", "train", "eval", "check-template"])
-def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
+def test_every_command_accepts_a_given_chat_template_for_a_missing_one(
     plot: Plot, command: str, template: str
 ) -> None:
     """In every command that looks for one."""
@@ -453,7 +453,7 @@ def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
             check_before_start(command, config, plot.machine)
 
 
-def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
+def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
     """A conversation that is longer than a micro-batch is one alone."""
     plot.flags |= {"--max-tokens-per-microbatch": "100", "--max-new-tokens": "50"}
     budget = MemoryBudget.of(
@@ -483,7 +483,7 @@ def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
     assert finding.status is Status.OK
 
 
-def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
+def test_train_only_run_needs_no_chat_template(plot: Plot) -> None:
     without_template(plot)
     plot.more = ("--debug-train-only", "--load-rollout-data", str(plot.here))
     found = by_check(diagnose(plot.arguments, plot.machine))
@@ -491,7 +491,7 @@ def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
     assert "chat template" not in found
 
 
-def test_a_healthy_machine_fails_nothing(
+def test_healthy_machine_passes_all_checks(
     plot: Plot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("invrl.cli.checks.machine.look_at_machine", lambda: HEALTHY)
@@ -503,7 +503,7 @@ def test_a_healthy_machine_fails_nothing(
     assert sorted(plot.here.rglob("*")) == before, "nothing is left behind"
 
 
-def test_the_real_machine_is_looked_at_and_failures_are_exit_code_1(
+def test_doctor_checks_the_real_machine_and_exits_with_1_on_a_failure(
     plot: Plot, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot.flags |= {"--lr": "fast", "--num-steps": "few", "--advantage": "grpoo"}
@@ -516,7 +516,7 @@ def test_the_real_machine_is_looked_at_and_failures_are_exit_code_1(
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_copies_of_checkpoints_are_counted(plot: Plot, gpus: int) -> None:
+def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
     """Once for all ranks: one checkpoint is written at a time, and each number by one rank."""
     machine = replace(plot.machine, gpus=gpus, gpu_memory_bytes=80 * 10**9)
     plot.flags["--data-parallel-size"] = "2"
@@ -529,7 +529,7 @@ def test_copies_of_checkpoints_are_counted(plot: Plot, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_the_trainer_alone_needs_no_sglang(plot: Plot, alone: bool) -> None:
+def test_train_only_run_needs_no_sglang(plot: Plot, alone: bool) -> None:
     """As on a machine without it: the requirements name packages of its family that nobody has."""
     needs = "Requires-Dist: sglang-nobody-has\n"
     plot.dist_info("invrl", "0.1.0", needs)
@@ -543,7 +543,7 @@ def test_the_trainer_alone_needs_no_sglang(plot: Plot, alone: bool) -> None:
     ("free_gb", "code", "said"),
     [(64, 0, ""), (7, 0, "it may not be enough"), (5, 0, "would be killed"), (3, 2, "first processes")],
 )
-def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
+def test_train_refuses_a_run_that_cannot_fit_in_memory(
     plot: Plot, capsys: pytest.CaptureFixture[str], free_gb: int, code: int, said: str
 ) -> None:
     """Ray keeps 3.2 GB of these 64 free; that a run needs more is an estimate, and told."""
@@ -559,7 +559,7 @@ def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
     assert ("invrl: warning: memory: " in err) == (bool(said) and code == 0)
 
 
-def test_files_that_the_kernel_keeps_in_memory_leave_a_container_room(tmp_path: Path) -> None:
+def test_page_cache_of_a_container_counts_as_free_memory(tmp_path: Path) -> None:
     """A container that has read a model has its whole limit in use. Ray does not count files either."""
     host = psutil.virtual_memory()
     assert machine_facts.memory_of(tmp_path) == (pytest.approx(host.available, rel=0.5), host.total)

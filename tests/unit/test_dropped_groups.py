@@ -13,14 +13,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
+from fake_workers import FakeWorker, assignment, given, reasons, started_pool
+from running_gateway import ASK, ENV_KEY, Running, eventually, running
 from test_buffer_state_machine import failed, finished
 from test_buffer_waits import Outbox
 from test_buffer_waits import running as buffering
-from test_gateway_turns import ASK, ENV_KEY, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
-from test_rollout_dispatcher import HeldPool, Leases, Opener, dispatcher, until
-from test_rollout_worker_pool import FakeWorker, assignment, given, reasons, started_pool
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -73,7 +71,7 @@ def test_an_incomplete_group_is_named_with_its_reason_once() -> None:
     assert buffer.events.failed == {"timeout": 1}, "a cancelled rollout is no failure"
 
 
-def test_a_group_that_becomes_stale_is_named_and_one_that_had_ended_is_not() -> None:
+def test_running_stale_group_is_reported_and_an_ended_group_is_not() -> None:
     buffer = make_buffer([], batch=1, attempts=2)
     buffer.lease()
     for index in range(3):
@@ -87,7 +85,7 @@ def test_a_group_that_becomes_stale_is_named_and_one_that_had_ended_is_not() -> 
     assert buffer.unwanted() == (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 
 
-async def test_the_actor_answers_as_soon_as_a_group_is_dropped_and_when_it_closes() -> None:
+async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closing() -> None:
     async with buffering(Outbox()) as actor:
         lease = await actor.lease()
         assert lease is not None
@@ -111,7 +109,7 @@ class DroppingPool(HeldPool):
 
     async def run(self, assignment, dropped=None):
         assert dropped is not None
-        ids = tuple(one.id for one in assignment.sessions)
+        ids = tuple(session.id for session in assignment.sessions)
         running = asyncio.create_task(super().run(assignment))
         drop = asyncio.create_task(dropped.wait())
         await asyncio.wait({running, drop}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,10 +143,12 @@ class SlowOpener(Opener):
 
 
 @pytest.mark.parametrize("group_form", [False, True])
-async def test_sessions_are_aborted_first_then_rollouts_cancelled_and_their_slots_are_free(group_form: bool):
-    buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
-    it = dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
-    await until(lambda: it.running == 2)
+async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_cancelled(group_form: bool):
+    buffer = Leases(groups=3, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
+    await until(lambda: dispatcher.running == 2)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: len(opener.ending) == 2)
     assert pool.dropped == [], "cancelled before its session was aborted"
@@ -159,45 +159,51 @@ async def test_sessions_are_aborted_first_then_rollouts_cancelled_and_their_slot
     assert set(opener.details.values()) == {
         "group g0 was dropped (incomplete): this rollout is no longer needed"
     }
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_what_waits_of_a_dropped_group_never_runs():
-    buffer, opener, pool = Leases(groups=3, size=2), SlowOpener(), DroppingPool()
+async def test_waiting_rollouts_of_a_dropped_group_never_run():
+    buffer = Leases(groups=3, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
     opener.may_end.set()
-    it = dispatcher(buffer, opener, pool, concurrency=3)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)  # the fourth waits
     buffer.dropped.put_nowait(DroppedGroup(group_id="g1", reason=DropReason.STALE))
     await until(lambda: ("g2/0",) in pool.running)
     assert opener.aborted == dict.fromkeys(["g1/0", "g1/1"], FailureReason.GROUP_DROPPED)
     assert pool.calls == [("g0/0",), ("g0/1",), ("g1/0",), ("g2/0",)]
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_a_group_dropped_while_its_sessions_are_opened_never_runs():
-    buffer, opener, pool = Leases(groups=2, size=2), SlowOpener(), DroppingPool()
+async def test_group_dropped_while_its_sessions_open_never_runs():
+    buffer = Leases(groups=2, size=2)
+    opener = SlowOpener()
+    pool = DroppingPool()
     opener.may_end.set()
     opener.may_open.clear()
-    it = dispatcher(buffer, opener, pool, concurrency=2)
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
     await until(lambda: buffer.asked == 1)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
-    await until(lambda: "g0" in it._dropped)
+    await until(lambda: "g0" in dispatcher._dropped)
     opener.may_open.set()
     await until(lambda: len(pool.running) == 2)
     assert pool.calls == [("g1/0",), ("g1/1",)]
     assert opener.aborted == dict.fromkeys(["g0/0", "g0/1"], FailureReason.GROUP_DROPPED)
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_a_drop_of_what_has_ended_meanwhile_changes_nothing():
-    buffer, opener, pool = Leases(groups=1, size=1), SlowOpener(), DroppingPool()
-    it = dispatcher(buffer, opener, pool, concurrency=2)
+async def test_drop_of_a_group_that_has_ended_changes_nothing():
+    buffer = Leases(groups=1, size=1)
+    opener = SlowOpener()
+    pool = DroppingPool()
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2)
     await until(lambda: len(pool.running) == 1)
     pool.release("g0/0")
-    await until(lambda: not it.running)
+    await until(lambda: not dispatcher.running)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
-    await until(lambda: "g0" in it._dropped or buffer.dropped.empty())
-    await it.stop()
+    await until(lambda: "g0" in dispatcher._dropped or buffer.dropped.empty())
+    await dispatcher.stop()
     assert opener.ending == []
 
 
@@ -218,7 +224,7 @@ class DroppableWorker(FakeWorker):
         return len(self.asked) > 1
 
 
-async def test_the_pool_tells_the_worker_until_it_knows_the_rollout() -> None:
+async def test_pool_repeats_a_cancellation_until_the_worker_knows_the_rollout() -> None:
     pool, workers, aborts = await started_pool(make=DroppableWorker)
     dropped = asyncio.Event()
     run = asyncio.create_task(pool.run(assignment("hold-a"), dropped))
@@ -250,7 +256,7 @@ async def test_a_rollout_dropped_while_its_worker_starts_never_runs() -> None:
     assert workers[1].given == []
 
 
-async def test_a_worker_that_dies_while_it_is_told_is_a_death_like_any_other() -> None:
+async def test_worker_that_dies_during_a_cancellation_is_replaced() -> None:
     class Dying(DroppableWorker):
         async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
             self.kill()
@@ -286,8 +292,9 @@ async def dropped_run(
     return runner, list(await asyncio.wait_for(run, 300.0))
 
 
-async def test_an_async_function_is_cancelled_where_it_is() -> None:
-    began, cancelled = asyncio.Event(), asyncio.Event()
+async def test_async_rollout_function_is_cancelled_at_its_await() -> None:
+    began = asyncio.Event()
+    cancelled = asyncio.Event()
 
     async def rollout(task: Task, endpoint: object) -> float:
         began.set()
@@ -307,13 +314,14 @@ async def test_an_async_function_is_cancelled_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("part", ["function", "reward"])
-async def test_a_thread_that_ends_within_its_grace_costs_no_worker(
+async def test_thread_that_ends_within_its_grace_keeps_its_worker(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its session is closed: its next call fails, and it ends. Here that call comes once the run's task has
     been cancelled."""
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
-    began, may_fail = threading.Event(), threading.Event()
+    began = threading.Event()
+    may_fail = threading.Event()
 
     def refused(*_: object) -> float:
         began.set()
@@ -338,12 +346,14 @@ async def test_a_thread_that_ends_within_its_grace_costs_no_worker(
     assert runner.stuck_threads == 0
 
 
-async def test_a_thread_in_its_grace_does_not_count_when_another_rollout_ends(
+async def test_thread_within_its_grace_is_not_counted_as_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
-    began, may_fail = threading.Event(), threading.Event()
-    cancelling, in_grace = runner_module._cancel, asyncio.Event()
+    began = threading.Event()
+    may_fail = threading.Event()
+    cancelling = runner_module._cancel
+    in_grace = asyncio.Event()
 
     def refused_or_done(task: Task, endpoint: object) -> float:
         if task.id == "done":
@@ -373,9 +383,10 @@ async def test_a_thread_in_its_grace_does_not_count_when_another_rollout_ends(
     assert runner.stuck_threads == 0
 
 
-async def test_a_thread_that_goes_on_past_its_grace_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thread_that_runs_past_its_grace_is_counted_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 0.2)
-    began, release = threading.Event(), threading.Event()
+    began = threading.Event()
+    release = threading.Event()
 
     def hangs(*_: object) -> float:
         began.set()
@@ -452,7 +463,7 @@ def error(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_an_outside_environment_is_told_that_its_group_was_dropped(
+async def test_outside_environment_learns_that_its_group_was_dropped(
     gateway: Running, tmp_path: Path
 ) -> None:
     """Member 0 is generating, member 1 waits for its environment, member 2 was leased and never opened; then
@@ -484,7 +495,8 @@ async def test_an_outside_environment_is_told_that_its_group_was_dropped(
         assert why in rewarded.json()["error"]["message"]
         outcome = await gateway.finish(mine)
         assert isinstance(outcome, FailedRollout)
-        assert (outcome.reason, outcome.detail) == (FailureReason.GROUP_DROPPED, why)
+        assert outcome.reason == FailureReason.GROUP_DROPPED
+        assert outcome.detail == why
         too_late = await gateway.env("/sessions", {**opened, "members": [{"index": 2, "attempt": 0}]})
         assert error(too_late) == (409, "not_leased")
         for _, handed_over in gateway.store.outbox_after(0):
@@ -494,10 +506,9 @@ async def test_an_outside_environment_is_told_that_its_group_was_dropped(
         assert (await leased(gateway))["group_id"] == "g1"
 
 
-async def test_a_group_dropped_while_it_is_put_on_offer_is_taken_back(
-    gateway: Running, tmp_path: Path
-) -> None:
-    offered, may_offer = threading.Event(), threading.Event()
+async def test_group_dropped_while_it_is_offered_is_withdrawn(gateway: Running, tmp_path: Path) -> None:
+    offered = threading.Event()
+    may_offer = threading.Event()
     leases = LeaseStore(tmp_path / "run.db")
     offer = leases.offer
 
@@ -526,7 +537,7 @@ async def test_a_group_dropped_while_it_is_put_on_offer_is_taken_back(
     await offers.stop()
 
 
-async def test_a_worker_that_is_told_reports_its_rollout_and_is_free(
+async def test_cancelled_worker_reports_its_rollout_and_is_free(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole way of one cancelled rollout: its session is aborted, its function cancelled, and the report
@@ -547,7 +558,8 @@ async def test_a_worker_that_is_told_reports_its_rollout_and_is_free(
     reply = await asyncio.wait_for(run, 300.0)
     [outcome] = reply.outcomes
     assert isinstance(outcome, FailedRollout)
-    assert (outcome.reason, outcome.detail) == (FailureReason.GROUP_DROPPED, "why")
+    assert outcome.reason == FailureReason.GROUP_DROPPED
+    assert outcome.detail == "why"
     assert reply.stuck_threads == 0
     assert not await worker.drop(session.id)
     await client.close()

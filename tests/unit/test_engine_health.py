@@ -48,7 +48,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("refused_at_once", [False, True])
-async def test_silence_counts_after_the_stated_time(refused_at_once: bool) -> None:
+async def test_process_counts_as_silent_after_its_timeout(refused_at_once: bool) -> None:
     time = Time()
     asked = Asked(time, [True, True, False], refused_at_once=refused_at_once)
     await until_silent(asked, timeout_s=30.0, interval_s=5.0, clock=time.clock())
@@ -57,14 +57,14 @@ async def test_silence_counts_after_the_stated_time(refused_at_once: bool) -> No
     assert asked.count == 5
 
 
-async def test_an_answer_between_begins_the_time_anew() -> None:
+async def test_answer_in_between_restarts_the_timeout() -> None:
     time = Time()
     asked = Asked(time, [False, False, True, False, False, True, False])
     await until_silent(asked, timeout_s=30.0, interval_s=5.0, clock=time.clock())
     assert asked.count == 9
 
 
-async def test_a_question_that_raises_is_one_without_an_answer() -> None:
+async def test_health_check_that_raises_counts_as_unanswered() -> None:
     time = Time()
     count = 0
 
@@ -147,7 +147,7 @@ async def test_a_silent_scheduler_is_dead_and_named(death: Death, server: Server
     assert f"pid {server.pid}" in reason
 
 
-async def test_a_scheduler_that_answers_may_be_busy_for_longer_but_not_for_ever(death: Death) -> None:
+async def test_answering_scheduler_without_tokens_is_dead_after_a_longer_timeout(death: Death) -> None:
     time = Time()
     tokens = Asked(time, [True, False])
     answers = Asked(Time(), [True])
@@ -166,7 +166,7 @@ async def test_a_paused_engine_is_not_expected_to_make_tokens(death: Death) -> N
     assert tokens.count == 0
 
 
-async def test_a_pause_that_began_while_asking_proves_nothing(death: Death) -> None:
+async def test_pause_that_began_during_a_health_check_does_not_count_against_the_engine(death: Death) -> None:
     time = Time()
     tokens = Asked(time, [False])
     answers = Asked(time, [True] * 50 + [False])
@@ -176,9 +176,7 @@ async def test_a_pause_that_began_while_asking_proves_nothing(death: Death) -> N
 
 
 @pytest.mark.parametrize("paused", [True, False], ids=["in an update", "a new engine"])
-async def test_a_scheduler_that_loads_weights_may_be_silent_until_it_has_loaded(
-    death: Death, paused: bool
-) -> None:
+async def test_silence_of_a_scheduler_that_loads_weights_is_excused(death: Death, paused: bool) -> None:
     """For ten times the timeout here. The call ends while the 30th question waits, which is excused too;
     then three questions are unanswered, as ever."""
     time = Time()
@@ -189,7 +187,7 @@ async def test_a_scheduler_that_loads_weights_may_be_silent_until_it_has_loaded(
     assert answers.count == 33
 
 
-async def test_a_stopped_process_is_dead_while_it_loads_weights_too(
+async def test_stopped_process_is_dead_even_while_it_loads_weights(
     death: Death, server: ServerProcess
 ) -> None:
     os.kill(server.pid, signal.SIGSTOP)
@@ -206,7 +204,7 @@ async def test_a_stopped_process_is_dead_while_it_loads_weights_too(
     assert f"pid {server.pid}: stopped" in reason
 
 
-async def test_a_dead_process_is_noticed_though_nothing_else_is(death: Death, server: ServerProcess) -> None:
+async def test_dead_process_is_found_although_the_engine_answers(death: Death, server: ServerProcess) -> None:
     time = Time()
     dying = death(time, Asked(Time(), [True]), Asked(Time(), [True]))
     server.stop()
@@ -216,7 +214,7 @@ async def test_a_dead_process_is_noticed_though_nothing_else_is(death: Death, se
 
 
 @pytest.mark.parametrize("which", ["itself", "its child"])
-async def test_a_stopped_process_is_dead_although_others_answer_for_it(
+async def test_stopped_process_is_dead_although_the_engine_answers(
     death: Death, server: ServerProcess, which: str
 ) -> None:
     """The detokenizer, say: the scheduler knows nothing of it."""
@@ -234,7 +232,7 @@ async def test_a_stopped_process_is_dead_although_others_answer_for_it(
     assert f"pid {pid}: stopped" in reason
 
 
-async def test_the_router_too(server: ServerProcess) -> None:
+async def test_silent_router_is_dead(server: ServerProcess) -> None:
     time = Time()
     asked = Asked(time, [True, False])
     reason = await router_death(
@@ -243,7 +241,7 @@ async def test_the_router_too(server: ServerProcess) -> None:
     assert "not answered for 30 s" in reason
 
 
-async def test_what_has_ended_before_it_is_looked_at_is_dead_at_once() -> None:
+async def test_process_that_ended_before_its_watch_is_dead_at_once() -> None:
     time = Time()
     client = Client(Asked(Time(), [True]), Asked(Time(), [True]))
     clock = time.clock()
@@ -259,7 +257,7 @@ async def _child_of(pid: int) -> int:
     return children[0].pid
 
 
-async def test_an_engine_whose_processes_nobody_here_sees_is_dead_by_its_silence_alone() -> None:
+async def test_external_engine_is_dead_only_by_its_silence() -> None:
     time = Time()
     answers = Asked(time, [True, True, False])
     client = Client(answers, Asked(Time(), [True]))

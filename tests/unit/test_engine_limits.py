@@ -17,9 +17,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_engine_of_several_ranks_has_a_core_for_each_on_a_cpu(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_of_a_cpu_engine_has_a_core(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_server.os, "sched_getaffinity", lambda _: {3, 5})
     several = EngineConfig(engine_tp_size=3)
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
@@ -33,7 +31,7 @@ def test_an_engine_of_several_ranks_has_a_core_for_each_on_a_cpu(
 
 
 @pytest.mark.parametrize(("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)])
-def test_the_context_is_bounded_by_the_model_and_by_a_known_cache(
+def test_context_length_is_bounded_by_model_and_cache(
     model: Path, max_total_tokens: int | None, context_length: int
 ) -> None:
     limits = EngineLimits.of(model, max_total_tokens=max_total_tokens)
@@ -43,7 +41,7 @@ def test_the_context_is_bounded_by_the_model_and_by_a_known_cache(
 @pytest.mark.parametrize(
     ("gpus", "setting", "expected"), [(0, 0, 16384), (0, 900, 900), (1, 0, None), (1, 900, 900)]
 )
-def test_the_size_of_the_cache_is_the_settings_or_on_a_gpu_sglangs(
+def test_cache_size_is_the_setting_or_sglangs_choice_on_a_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, setting: int, expected: int | None
 ) -> None:
     monkeypatch.setattr(engine_server, "count_gpus", lambda: gpus)

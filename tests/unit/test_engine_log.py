@@ -45,15 +45,17 @@ def logged(program: str, environment: dict[str, str]) -> list[str]:
     return ended.stderr.splitlines()
 
 
-def test_a_line_says_which_process_of_which_engine(tmp_path: Path) -> None:
+def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
     settings = LogSettings(run="a-run", format="json")
     environment = log_environment("engine-3", settings, level="warning", folder=tmp_path)
     [line] = [json.loads(line) for line in logged(SCHEDULER, environment)]
-    assert (line["process"], line["run"], line["level"]) == ("engine-3/scheduler_TP1", "a-run", "warning")
+    assert line["process"] == "engine-3/scheduler_TP1"
+    assert line["run"] == "a-run"
+    assert line["level"] == "warning"
     assert "secret" not in line["message"]
 
 
-def test_the_http_process_logs_warnings_and_uvicorn_so(tmp_path: Path) -> None:
+def test_http_process_of_an_engine_logs_in_the_same_format(tmp_path: Path) -> None:
     environment = log_environment("engine-0", LogSettings(run="r"), level="info", folder=tmp_path)
     lines = logged(HTTP_PROCESS, environment)
     [warning] = [line for line in lines if "UserWarning: old" in line]
@@ -62,7 +64,7 @@ def test_the_http_process_logs_warnings_and_uvicorn_so(tmp_path: Path) -> None:
     assert error.endswith(" E engine-0 run=r uvicorn.error: of uvicorn")
 
 
-def test_a_configuration_of_the_user_takes_precedence(
+def test_logging_configuration_of_the_user_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_LOGGING_CONFIG_PATH", "/mine.json")

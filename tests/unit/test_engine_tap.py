@@ -32,8 +32,10 @@ def chunked(parts: list[bytes]) -> bytes:
 
 
 def read(answer: bytes, size: int, *, times: int = 1) -> tuple[EngineTap, deque]:
-    tap, waiting = EngineTap("http://127.0.0.1:1"), deque()
-    there, back = _Reader(tap, waiting, requests=True), _Reader(tap, waiting, requests=False)
+    tap = EngineTap("http://127.0.0.1:1")
+    waiting = deque()
+    there = _Reader(tap, waiting, requests=True)
+    back = _Reader(tap, waiting, requests=False)
     for _ in range(times):
         for reader, data in ((there, wire(json.dumps(REQUEST).encode())), (back, answer)):
             for at in range(0, len(data), size):
@@ -42,34 +44,42 @@ def read(answer: bytes, size: int, *, times: int = 1) -> tuple[EngineTap, deque]
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100_000])
-def test_a_stream_in_pieces_of_any_size(size: int):
+def test_tap_reads_a_stream_in_pieces_of_any_size(size: int):
     tap, _ = read(chunked(EVENTS) + b"0\r\n\r\n", size, times=2)
     assert len(tap.generations) == 2
-    for one in tap.generations:
-        assert (one.rid, one.input_ids, one.ids) == ("turn-1", [5, 6], [7, 8, 9])
-        assert one.logprobs == [-0.07, -0.08, -0.09]
-        assert (one.spans, one.finish, one.matched) == ([(3, 0, 3)], "stop", 9)
+    for generation in tap.generations:
+        assert generation.rid == "turn-1"
+        assert generation.input_ids == [5, 6]
+        assert generation.ids == [7, 8, 9]
+        assert generation.logprobs == [-0.07, -0.08, -0.09]
+        assert generation.spans == [(3, 0, 3)]
+        assert generation.finish == "stop"
+        assert generation.matched == 9
 
 
-def test_what_broke_off_is_what_came_whole():
+def test_tap_of_a_broken_stream_has_its_whole_events():
     parts = [EVENTS[0], EVENTS[1][:30]]
     tap, waiting = read(chunked(parts), 16)
     assert tap.generations == []
     one = read_generation(waiting[0])
-    assert (one.ids, one.spans, one.finish) == ([7, 8], [], "")
+    assert one.ids == [7, 8]
+    assert one.spans == []
+    assert one.finish == ""
     assert one.earlier_labels == [3, 3]
 
 
-def test_each_token_has_the_label_of_the_event_before():
+def test_each_tapped_token_has_the_version_label_of_the_previous_event():
     parts = [event([7, 8], 2, None), event([9, 5], 4, None, "4"), event([6], 5, None, "4")]
     _, waiting = read(chunked(parts), 64)
     one = read_generation(waiting[0])
     assert one.earlier_labels == [3, 3, 3, 3, 4]
 
 
-def test_http2_is_not_read():
-    tap, waiting = EngineTap("http://127.0.0.1:1"), deque()
-    there, back = _Reader(tap, waiting, requests=True), _Reader(tap, waiting, requests=False)
+def test_tap_does_not_read_http2():
+    tap = EngineTap("http://127.0.0.1:1")
+    waiting = deque()
+    there = _Reader(tap, waiting, requests=True)
+    back = _Reader(tap, waiting, requests=False)
     there.feed(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x01")
     there.feed(b"\x00\x02")
     back.feed(b"HTTP/1.1 400 Bad Request\r\n\r\n")

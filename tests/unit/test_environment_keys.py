@@ -23,7 +23,7 @@ def told_by(program: str) -> dict:
     return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
 
 
-def test_a_process_and_what_it_starts_have_no_keys_once_it_forgets_them():
+def test_process_and_its_children_have_no_keys_after_forgetting_them():
     told = told_by("""
         import json, os, subprocess, sys
         from invrl.host.environment_keys import forget_keys
@@ -43,7 +43,7 @@ def test_a_process_and_what_it_starts_have_no_keys_once_it_forgets_them():
         assert "PYTHONPATH" in told["after"][place], "nothing else is lost"
 
 
-def test_the_environment_key_is_taken_once_and_ray_s_token_stays():
+def test_environment_key_is_read_once_and_rays_token_stays():
     told = told_by("""
         import json, os
         from invrl.host.environment_keys import take_environment_key
@@ -56,13 +56,13 @@ def test_the_environment_key_is_taken_once_and_ray_s_token_stays():
     assert KEYS["INVRL_ENV_KEY"] not in told["proc"]
 
 
-def test_a_key_that_was_set_later_is_forgotten_too(monkeypatch: pytest.MonkeyPatch):
+def test_key_set_later_is_forgotten_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INVRL_ENV_KEY", "set by this process")
     assert take_environment_key() == "set by this process"
     assert "INVRL_ENV_KEY" not in os.environ
 
 
-def test_a_command_has_no_keys_where_its_checks_import_user_code(tmp_path: Path) -> None:
+def test_user_code_imported_by_checks_sees_no_keys(tmp_path: Path) -> None:
     (tmp_path / "looking.py").write_text(
         textwrap.dedent("""
             import json, os, subprocess
@@ -89,7 +89,7 @@ def test_a_command_has_no_keys_where_its_checks_import_user_code(tmp_path: Path)
         assert not any(key in text for key in KEYS.values()), place
 
 
-def test_a_held_key_is_shown_to_what_is_started_with_it_and_taken_once():
+def test_held_key_is_visible_only_to_the_process_started_with_it():
     told = told_by("""
         import json, os, subprocess
         from invrl.host.environment_keys import (

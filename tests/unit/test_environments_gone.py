@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_gateway_turns import ASK, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, Running, eventually, running
 
 from invrl.gateway import session_record
 from invrl.gateway.rendering.renderer import Renderer
@@ -77,7 +75,7 @@ async def outside(
         yield Outside(gateway, tmp_path)
 
 
-async def test_sessions_of_an_environment_that_is_gone_fail_with_their_own_reason(
+async def test_sessions_of_a_vanished_environment_fail_with_their_own_reason(
     outside: Outside, clock: MovedClock
 ):
     opened = await outside.open("g", members=2)
@@ -100,7 +98,7 @@ async def test_sessions_of_an_environment_that_is_gone_fail_with_their_own_reaso
 @pytest.mark.parametrize(
     "call", ["chat", "models", "state", "reward", "heartbeat", "child", "child's chat", "a sibling's"]
 )
-async def test_every_call_is_a_sign_of_life(outside: Outside, clock: MovedClock, call: str):
+async def test_every_call_of_an_environment_is_a_sign_of_life(outside: Outside, clock: MovedClock, call: str):
     gateway = outside.gateway
     mine, sibling = await outside.open("mine", members=2)
     [child] = (await gateway.env(f"/sessions/{mine.id}/children", {}, key=mine.key)).json()["sessions"]
@@ -134,9 +132,7 @@ async def test_every_call_is_a_sign_of_life(outside: Outside, clock: MovedClock,
     assert (await outside.ended(mine)).reason is FailureReason.ENVIRONMENT_GONE
 
 
-async def test_an_answer_under_way_is_a_sign_of_life_however_long_it_takes(
-    outside: Outside, clock: MovedClock
-):
+async def test_running_generation_is_a_sign_of_life(outside: Outside, clock: MovedClock):
     gateway = outside.gateway
     held_back = True
     gateway.engine.holds = lambda _: held_back
@@ -162,7 +158,7 @@ async def test_an_answer_under_way_is_a_sign_of_life_however_long_it_takes(
     assert (await outside.ended(mine)).reason is FailureReason.ENVIRONMENT_GONE
 
 
-async def test_only_places_that_were_leased_for_training_come_back(
+async def test_idle_timeout_ends_only_sessions_leased_for_training(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock
 ):
     limits = {"session_ttl_s": 1e6, "session_idle_timeout_s": IDLE_S}
@@ -177,7 +173,7 @@ async def test_only_places_that_were_leased_for_training_come_back(
 
 
 @pytest.mark.parametrize("changes", [{"leases": False}, {"leases": True, "session_idle_timeout_s": 0}])
-async def test_no_limit_where_our_own_workers_run_rollouts_and_where_it_is_switched_off(
+async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock, changes: dict
 ):
     settings = {"session_idle_timeout_s": IDLE_S, "session_ttl_s": 1e6, **changes}

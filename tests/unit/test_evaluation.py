@@ -126,7 +126,7 @@ async def run(stage, mode="sampled", samples=1, tasks=TASKS, concurrency=4, grou
     )
 
 
-async def test_each_task_is_sampled_as_often_as_asked():
+async def test_each_task_is_sampled_the_set_number_of_times():
     stage = Stage(lambda task, index, attempt: 1.0 if index == 0 else 0.2)
     score = await run(stage, samples=2)
     assert score.task_ids == tuple(task.id for task in TASKS)
@@ -156,7 +156,7 @@ async def test_a_failed_rollout_scores_zero_and_is_counted():
     assert len(stage.opened) == 6
 
 
-async def test_a_failure_of_ours_is_tried_again_at_its_place():
+async def test_rollout_that_failed_by_our_fault_is_retried_in_its_place():
     def ends(task, index, attempt):
         if (task, index) == ("t1", 1) and attempt < 2:
             return FailureReason.WORKER_DIED
@@ -169,7 +169,7 @@ async def test_a_failure_of_ours_is_tried_again_at_its_place():
     assert len(stage.opened) == 14
 
 
-async def test_tries_end():
+async def test_evaluation_gives_up_after_its_retries():
     score = await run(Stage(lambda *_: FailureReason.ENGINE))
     assert score.failures == {"engine": 6}
 
@@ -188,7 +188,7 @@ async def test_a_group_form_gets_the_samples_of_a_task_together():
     assert sizes == [3] * 6
 
 
-async def test_an_error_of_ours_is_raised_as_itself():
+async def test_internal_error_of_an_evaluation_keeps_its_type():
     with pytest.raises(ConnectionError):
         await run(Stage(lambda *_: ConnectionError("gone")))
 
@@ -201,7 +201,7 @@ async def test_an_error_of_ours_is_raised_as_itself():
     # As scipy.stats.binomtest(...).proportion_ci(method="wilson") gives them.
     [(25, 100, 0.1754521, 0.3430446), (0, 20, 0.0, 0.1611252), (20, 20, 0.8388748, 1.0)],
 )
-def test_wilson_interval(successes, n, low, high):
+def test_wilson_interval_equals_known_values(successes, n, low, high):
     interval = wilson_interval(successes, n)
     assert interval.value == successes / n
     assert interval.low == pytest.approx(low, abs=1e-6)
@@ -242,7 +242,7 @@ def test_gain_agrees_with_the_normal_interval_of_paired_differences():
     assert gain.high == pytest.approx(differences.mean() + half, abs=0.012)
 
 
-def test_gain_of_nothing_is_nothing_and_the_seed_decides():
+def test_gain_without_tasks_is_empty_and_its_interval_depends_only_on_the_seed():
     same = score(1.0, 0.0, 1.0)
     assert (gain_interval(same, same).low, gain_interval(same, same).high) == (0.0, 0.0)
     before, after = score(*[0.0] * 30), score(*[1.0, 0.0] * 15)
@@ -259,7 +259,7 @@ def test_gain_needs_the_same_tasks_and_mode():
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_pass_at_k_is_the_share_of_draws_that_hold_an_exact_one(n):
+def test_pass_at_k_is_the_share_of_draws_with_an_exact_answer(n):
     for exact, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([1] * exact + [0] * (n - exact), k))
         share = Fraction(sum(map(max, draws)), len(draws))
@@ -273,7 +273,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     assert (pass_at_k(1000, 0, 1), pass_at_k(1000, 501, 500)) == (0.0, 1.0)
 
 
-def test_a_score_has_pass_at_each_power_of_two():
+def test_score_has_pass_at_k_for_each_power_of_two():
     of = EvalScore(
         mode="sampled", task_ids=("a", "b"), rewards=((1.0, 0.0, 0.2), (0.0, 0.0, 0.0)), failures={}
     )
@@ -302,7 +302,7 @@ def test_the_bootstrap_agrees_with_resampling_tasks_one_by_one(distinct):
     assert interval.high == pytest.approx(np.quantile(means, 0.975), abs=near)
 
 
-def test_an_evaluation_is_read_back_from_json_as_it_was():
+def test_evaluation_is_read_back_from_json_unchanged():
     once = EvalScore(
         set_name="hard",
         mode="sampled",
@@ -317,7 +317,7 @@ def test_an_evaluation_is_read_back_from_json_as_it_was():
     assert gain_interval(evaluation.scores["greedy"], again.scores["greedy"]).value == 0.0
 
 
-def test_scores_of_several_sets_have_names_of_their_own():
+def test_scores_of_several_sets_have_different_names():
     scores = [
         EvalScore(set_name=s, mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}) for s in "ab"
     ]
@@ -340,7 +340,7 @@ def file(tmp_path):
     return write
 
 
-def test_sets_come_from_files_and_sources(file, tmp_path):
+def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
     sets = (f"small={file(3)}", "calc-2=rollout_fns.calculator:task_source")
     config = RolloutConfig(
         task_source_path="rollout_fns.calculator:task_source", eval_sets=sets, eval_tasks=2
@@ -354,7 +354,7 @@ def test_sets_come_from_files_and_sources(file, tmp_path):
     assert unnamed == {"": found["calc-2"]}
 
 
-def test_sets_are_a_flag_with_commas_or_an_array_and_survive_the_run_folder(tmp_path):
+def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(tmp_path):
     flags = ["--eval-sets", "a=x.jsonl, b=m:f", "--eval-modes", "greedy"]
     config = resolve(*parse_flags(flags))
     assert config.rollout.eval_sets == ("a=x.jsonl", "b=m:f")
@@ -377,7 +377,7 @@ def test_sets_are_a_flag_with_commas_or_an_array_and_survive_the_run_folder(tmp_
         (["a={two}"], "has 2 tasks"),
     ],
 )
-def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, file):
+def test_unusable_evaluation_set_is_refused_before_the_run(sets, reason, file):
     places = {"three": file(3), "none": file(0, "none.jsonl"), "two": file(2, "two.jsonl")}
     named = ",".join(entry.format(**places) for entry in sets)
     config = resolve(
@@ -403,12 +403,12 @@ def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, 
         assert reason in raised.value.reason
 
 
-def test_a_source_that_does_not_import_is_a_plugin_error_of_its_set():
+def test_evaluation_source_that_does_not_import_is_a_plugin_error_of_its_set():
     with pytest.raises(PluginError, match=r"eval_sets = 'a=rollout_fns\.calculator:gone'"):
         load_eval_sets(RolloutConfig(eval_sets=("a=rollout_fns.calculator:gone",)), 0)
 
 
-def test_sets_without_an_evaluation_contradict_in_training_only(file):
+def test_evaluation_sets_without_an_evaluation_are_refused_only_in_training(file):
     flags = ["--eval-sets", f"a={file(3)}", "--task-source-path", "rollout_fns.calculator:task_source"]
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
@@ -416,7 +416,7 @@ def test_sets_without_an_evaluation_contradict_in_training_only(file):
         run_check("held-out sets", config)
 
 
-def test_eval_takes_the_task_file_and_needs_one_place():
+def test_eval_command_uses_the_task_file_and_refuses_two_task_settings():
     assert held_out_only(RolloutConfig(task_file="a.jsonl")) == RolloutConfig(eval_task_file="a.jsonl")
     both = RolloutConfig(task_file="a.jsonl", eval_task_file="b.jsonl")
     assert held_out_only(both) == RolloutConfig(eval_task_file="b.jsonl")

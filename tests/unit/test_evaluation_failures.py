@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_buffer_examples import failure, summary
+from small_buffer import failure, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
@@ -30,7 +30,7 @@ def broken(group: str, reason: str = "exception") -> FailedRollout:
     return replace(failure(group, 0), reason=FailureReason(reason), detail=detail)
 
 
-def test_the_first_failure_is_told_at_once_and_the_fourth_ends_it() -> None:
+def test_first_evaluation_failure_is_reported_at_once_and_the_fourth_ends_the_evaluation() -> None:
     watched = Watched()
     for number in range(4):
         watched.watch.began(f"e{number}")
@@ -48,7 +48,7 @@ def test_the_first_failure_is_told_at_once_and_the_fourth_ends_it() -> None:
 
 
 @pytest.mark.parametrize("but", ["one finished", "one still runs", "the model's own", "no limit"])
-def test_what_keeps_an_evaluation_going(but: str) -> None:
+def test_evaluation_continues_unless_every_rollout_has_failed(but: str) -> None:
     watched = Watched(at_start=0 if but == "no limit" else 4)
     watched.watch.began("slow")
     if but != "one still runs":
@@ -59,7 +59,7 @@ def test_what_keeps_an_evaluation_going(but: str) -> None:
     assert len(watched.told) >= 1
 
 
-def test_a_score_s_line_names_what_failed() -> None:
+def test_score_line_counts_failures_by_reason() -> None:
     from invrl.run.evaluate import score_note
 
     score = EvalScore(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from crash_at import CrashAt
+from run_config import config
 from safetensors.torch import load_file
-from test_run_folder import config
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,7 +63,7 @@ def export(run: RunFolder, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("shard_gb", ["50", "0.0002", "1e-9"], ids=["one", "some", "one-per-tensor"])
-def test_it_is_the_steps_model_byte_for_byte_and_loads_in_transformers(
+def test_exported_model_equals_the_steps_weights_and_loads_in_transformers(
     run: RunFolder, tmp_path: Path, shard_gb: str
 ) -> None:
     before = everything_in(run.path)
@@ -94,7 +94,7 @@ def test_it_is_the_steps_model_byte_for_byte_and_loads_in_transformers(
         check_served(out)
 
 
-def test_without_a_step_it_is_the_newest_in_a_folder_named_after_the_run(
+def test_export_without_a_step_writes_the_newest_model_to_a_folder_named_after_the_run(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ def test_without_a_step_it_is_the_newest_in_a_folder_named_after_the_run(
         (["--stop", "4"], "did you mean --step?"),
     ],
 )
-def test_what_cannot_be_exported_is_refused(
+def test_export_refuses_bad_arguments(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(run.path.parent)
@@ -129,7 +129,7 @@ def test_what_cannot_be_exported_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_checkpoints_and_a_torn_one_are_named(
+def test_export_names_a_missing_or_torn_checkpoint(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = run.checkpoints_path / "step-000004" / "hugging_face" / "model.safetensors"
@@ -143,7 +143,7 @@ def test_a_run_without_checkpoints_and_a_torn_one_are_named(
     assert "it has no checkpoint yet" in capsys.readouterr().err
 
 
-def test_a_step_that_the_run_removes_meanwhile_is_named(
+def test_export_names_a_step_removed_by_the_run_during_the_export(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def remove_then_copy(source: Path, *_: object, **__: object) -> None:
@@ -156,7 +156,7 @@ def test_a_step_that_the_run_removes_meanwhile_is_named(
 
 
 @pytest.mark.parametrize("crash_at", range(1, 20))
-def test_a_crash_leaves_no_part_of_a_model(
+def test_crash_during_an_export_leaves_no_partial_model(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
     crash = CrashAt(crash_at)
@@ -176,13 +176,13 @@ def spec(name: str, size: int) -> TensorSpec:
     return TensorSpec(name=name, shape=(size,), dtype="float32")
 
 
-def test_shards_are_filled_in_order() -> None:
+def test_exported_shards_are_filled_in_order() -> None:
     layout = tuple(spec(str(number), size) for number, size in enumerate([3, 3, 9, 1, 1, 4]))
     sizes = [[part.shape[0] for part in shard] for shard in divide_into_shards(layout, 6 * 4)]
     assert sizes == [[3, 3], [9], [1, 1, 4]]
 
 
-def test_a_tensor_too_many_is_refused_in_several_files_too(tmp_path: Path) -> None:
+def test_export_refuses_an_unexpected_tensor_in_sharded_weights(tmp_path: Path) -> None:
     tensors = {name: torch.ones(2) for name in "abc"}
     layout = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
     with pytest.raises(TrainError, match="c is not in the layout"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recorded_run import RecordedRun, record_run
+from running_gateway import Running, running
 from test_chat_tools import CALC, PARSERS, SHELL, say
-from test_gateway_turns import Running, running
 from test_samples import rows_of
 from tiny_model import make_tiny_model
 
@@ -85,7 +85,7 @@ def assert_same_tokens(written: list[TrainSample], recorded: list[TrainSample]) 
 # ------------------------------------------------------------------ which rollouts
 
 
-def test_the_best_rollout_of_each_task_is_written_and_all_are_counted(
+def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
     run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "three", 0.0, index=0)
@@ -106,7 +106,7 @@ def test_the_best_rollout_of_each_task_is_written_and_all_are_counted(
     assert_same_tokens(samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best))
 
 
-def test_every_rollout_gets_a_label_by_its_reward(
+def test_rollouts_are_labelled_by_their_reward(
     run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "three", 0.0, index=0)
@@ -126,7 +126,7 @@ def test_every_rollout_gets_a_label_by_its_reward(
 @pytest.mark.parametrize(
     ("flags", "reason"), [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")]
 )
-def test_labels_that_cannot_be_are_refused(
+def test_impossible_label_thresholds_are_refused(
     run: RecordedRun, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "two", 1.0)
@@ -136,7 +136,7 @@ def test_labels_that_cannot_be_are_refused(
     assert reason in error
 
 
-def test_epochs_of_a_task_are_one_task_and_newer_weights_come_first(run: RecordedRun) -> None:
+def test_epochs_of_a_task_count_as_one_task_and_newer_weights_are_preferred(run: RecordedRun) -> None:
     run.add("a", "old", 1.0, step=1)
     run.add("a@1", "new", 1.0, step=2)
     run.add("a@2", "worse", 0.5, step=3)
@@ -148,9 +148,7 @@ def test_epochs_of_a_task_are_one_task_and_newer_weights_come_first(run: Recorde
     assert replies(run) == ["new", "old", "worse"]
 
 
-def test_a_conversation_is_written_once_however_often_it_was_sampled(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_conversations_are_written_once(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     for index in range(3):
         run.add("a", "same", 1.0, index=index)
     run.add("a", "other", 0.5, index=3)
@@ -159,7 +157,7 @@ def test_a_conversation_is_written_once_however_often_it_was_sampled(
     assert "2  the same tokens as another rollout of its task" in capsys.readouterr().out
 
 
-def test_rewards_and_steps_limit_what_is_written(
+def test_exported_rollouts_are_limited_by_reward_and_step(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -177,7 +175,7 @@ def test_rewards_and_steps_limit_what_is_written(
     assert replies(run) == ["reply 3"]
 
 
-def test_the_next_best_rollout_takes_the_place_of_one_that_cannot_be_written(
+def test_next_best_rollout_replaces_a_rollout_that_cannot_be_written(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("a", "cut off", 1.0, index=0, ending="length")
@@ -187,7 +185,7 @@ def test_the_next_best_rollout_takes_the_place_of_one_that_cannot_be_written(
     assert "1  a reply was cut at its token limit" in capsys.readouterr().out
 
 
-def test_what_a_lost_incarnation_did_is_left_out(
+def test_rollouts_of_a_lost_incarnation_are_not_exported(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("a", "kept", 0.5, step=1)
@@ -228,7 +226,7 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
     assert_same_tokens(samples_of_file(run, renderer, "pairs"), recorded)
 
 
-def test_of_the_groups_of_a_task_the_one_with_the_largest_difference_comes_first(run: RecordedRun) -> None:
+def test_pair_comes_from_the_group_with_the_largest_reward_difference(run: RecordedRun) -> None:
     rewards = {"a": (0.5, 0.0), "a@1": (1.0, 0.0), "a@2": (1.0, 0.5)}
     for step, (name, of_group) in enumerate(rewards.items(), start=1):
         for index, reward in enumerate(of_group):
@@ -242,7 +240,7 @@ def test_of_the_groups_of_a_task_the_one_with_the_largest_difference_comes_first
     assert {row["task_id"] for row in rows(run)} == {"a@1", "a@2"}
 
 
-def test_a_side_that_cannot_be_written_gives_its_place_to_the_next(
+def test_unwritable_side_of_a_pair_is_replaced_by_the_next_rollout(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index, (reply, reward) in enumerate((("best", 1.0), ("good", 0.75), ("poor", 0.25), ("worst", 0.0))):
@@ -264,7 +262,7 @@ def refused(run: RecordedRun, capsys: pytest.CaptureFixture[str], *flags: str) -
     return capsys.readouterr().err
 
 
-def test_bad_input_is_named_and_nothing_is_written(
+def test_export_data_names_bad_input_and_writes_nothing(
     run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no rollout of this run has ended yet" in refused(run, capsys)
@@ -297,7 +295,7 @@ def test_bad_input_is_named_and_nothing_is_written(
     assert "it is missing" in capsys.readouterr().err
 
 
-def test_a_file_that_exists_is_replaced_only_if_told(
+def test_existing_file_is_replaced_only_on_request(
     run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("a", "x", 1.0)
@@ -311,7 +309,7 @@ def test_a_file_that_exists_is_replaced_only_if_told(
     assert replies(run) == ["x"]
 
 
-def test_a_model_that_has_moved_can_be_named(
+def test_path_of_a_moved_model_can_be_given(
     tmp_path: Path, model: Path, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record_run(tmp_path, model=tmp_path / "moved", renderer=renderer)
@@ -321,7 +319,7 @@ def test_a_model_that_has_moved_can_be_named(
     assert replies(run) == ["x"]
 
 
-def test_a_run_that_goes_on_is_read_and_not_changed(run: RecordedRun) -> None:
+def test_live_run_is_exported_without_changing_its_folder(run: RecordedRun) -> None:
     run.add("a", "first", 1.0, step=None)
     before = rows_of(run.folder.store_path)
     assert export(run) == 0
@@ -331,7 +329,7 @@ def test_a_run_that_goes_on_is_read_and_not_changed(run: RecordedRun) -> None:
     assert replies(run) == ["first", "second"]
 
 
-def test_messages_that_were_not_recorded_or_are_no_text_of_the_ids_are_counted(
+def test_messages_missing_or_different_from_the_ids_are_counted(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record_run(tmp_path, model=model)  # its ids are of no text
@@ -374,7 +372,7 @@ async def exported(run: RecordedRun, *flags: str) -> int:
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 12}}\n</tool_call>'
 
 
-async def test_a_tool_loop_comes_back_with_the_ids_that_were_sampled(
+async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -402,7 +400,7 @@ async def test_a_tool_loop_comes_back_with_the_ids_that_were_sampled(
     assert written.tokens_T[written.loss_mask_T].tolist() == sampled_T.tolist()
 
 
-async def test_a_call_that_the_template_writes_otherwise_is_left_out(
+async def test_call_that_the_template_writes_differently_is_left_out(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for task, reply in (("a", "\n" + CALL.replace(": 12", ":12")), ("b", "Sure." + CALL)):
@@ -419,7 +417,7 @@ async def test_a_call_that_the_template_writes_otherwise_is_left_out(
     assert reason in capsys.readouterr().out
 
 
-async def test_a_thought_that_the_template_does_not_write_is_left_out(
+async def test_thinking_that_the_template_does_not_write_is_left_out(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -430,7 +428,7 @@ async def test_a_thought_that_the_template_does_not_write_is_left_out(
     assert "the template writes a reply in another way than it was sampled" in capsys.readouterr().err
 
 
-async def test_the_same_text_in_other_ids_is_written_and_said(
+async def test_text_with_other_ids_is_written_and_reported(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -444,7 +442,7 @@ async def test_the_same_text_in_other_ids_is_written_and_said(
     assert "1  the text that was sampled, in other ids" in capsys.readouterr().out
 
 
-async def test_only_what_was_sampled_and_reached_the_agent_is_trained(
+async def test_exported_rows_train_only_sampled_and_delivered_tokens(
     gateway: Running, run: RecordedRun, renderer: Renderer
 ) -> None:
     [session] = await gateway.open()
@@ -467,7 +465,7 @@ async def test_only_what_was_sampled_and_reached_the_agent_is_trained(
     assert_same_tokens(written, [main])
 
 
-async def test_branches_become_rows_and_what_they_share_is_trained_once(
+async def test_branches_become_rows_and_shared_turns_are_trained_once(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -484,7 +482,7 @@ async def test_branches_become_rows_and_what_they_share_is_trained_once(
     assert_same_tokens(written, recorded_samples(run, session.id))
 
 
-async def test_a_rollout_whose_last_reply_did_not_reach_the_agent_is_left_out(
+async def test_rollout_with_an_undelivered_last_reply_is_left_out(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -499,7 +497,7 @@ async def test_a_rollout_whose_last_reply_did_not_reach_the_agent_is_left_out(
     assert "its last reply did not reach the agent, or may not be trained" in capsys.readouterr().err
 
 
-async def test_completions_without_a_template_are_left_out(
+async def test_raw_completions_are_left_out(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [session] = await gateway.open()
@@ -510,7 +508,7 @@ async def test_completions_without_a_template_are_left_out(
     assert "its prompt is text that no template wraps (completions)" in capsys.readouterr().err
 
 
-async def test_a_rollout_of_several_branches_is_no_side_of_a_pair(
+async def test_rollout_of_several_branches_is_not_used_in_pairs(
     gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sessions = await gateway.open(members=3)

@@ -95,7 +95,9 @@ def external(url: str, wanted: EngineTraits, *, tokens: int = 4096, timeout_s: f
     )
 
 
-def test_a_key_that_samples_is_of_one_start(scripted: ScriptedEngine, tiny_model: Path) -> None:
+def test_sampling_key_of_an_external_engine_changes_with_each_start(
+    scripted: ScriptedEngine, tiny_model: Path
+) -> None:
     """An engine is also freed of what a killed run left: before it is used, and when it is left."""
     first = external(scripted.url, traits(tiny_model))
     first.wait_ready()
@@ -130,7 +132,7 @@ def test_a_key_that_samples_is_of_one_start(scripted: ScriptedEngine, tiny_model
         ("seeded_sampling", True, "--seeded-sampling"),
     ],
 )
-def test_an_engine_that_differs_in_what_counts_is_refused(
+def test_external_engine_with_different_traits_is_refused(
     scripted: ScriptedEngine, tiny_model: Path, trait: str, value: object, fix: str
 ) -> None:
     wanted = traits(tiny_model, in_place=True, record_experts=True)
@@ -145,13 +147,15 @@ def test_an_engine_that_differs_in_what_counts_is_refused(
     assert fix in raised.value.fix
 
 
-def test_every_trait_is_compared(tiny_model: Path) -> None:
+def test_every_engine_trait_is_compared(tiny_model: Path) -> None:
     from invrl.engines import external_engine
 
     assert set(external_engine._FIXES) == {field.name for field in msgspec.structs.fields(EngineTraits)}
 
 
-def test_refusals_name_the_engine_and_never_the_key(scripted: ScriptedEngine, tiny_model: Path) -> None:
+def test_refusal_names_the_external_engine_and_not_its_key(
+    scripted: ScriptedEngine, tiny_model: Path
+) -> None:
     wanted = traits(tiny_model)
 
     def refusal(tokens: int = 4096) -> ConfigError:
@@ -168,9 +172,7 @@ def test_refusals_name_the_engine_and_never_the_key(scripted: ScriptedEngine, ti
     assert "INVRL_ENGINE_KEY" in refusal().fix
 
 
-def test_an_engine_that_does_not_answer_is_named_with_what_to_do(
-    scripted: ScriptedEngine, tiny_model: Path
-) -> None:
+def test_silent_external_engine_is_named_with_a_fix(scripted: ScriptedEngine, tiny_model: Path) -> None:
     scripted.identity_status = 503
     with pytest.raises(ServerError, match=rf"external-0 \({scripted.url}\).*503.*invrl engine"):
         external(scripted.url, traits(tiny_model), timeout_s=0.0).wait_ready()
@@ -178,7 +180,7 @@ def test_an_engine_that_does_not_answer_is_named_with_what_to_do(
         external("http://127.0.0.1:1", traits(tiny_model), timeout_s=0.0).wait_ready()
 
 
-def test_stopping_ends_the_wait_for_an_engine(tiny_model: Path) -> None:
+def test_stopping_ends_the_wait_for_an_external_engine(tiny_model: Path) -> None:
     engine = external("http://127.0.0.1:1", traits(tiny_model), timeout_s=86_400.0)
     errors: list[Exception] = []
 
@@ -223,7 +225,7 @@ DISK = ["--weight-transport", "disk"]
         ),
     ],
 )
-def test_settings_that_no_external_engine_can_serve_are_refused(
+def test_settings_that_external_engines_cannot_serve_are_refused(
     flags: list[str], field: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -241,14 +243,14 @@ def test_settings_that_no_external_engine_can_serve_are_refused(
         ["collective", "--weight-host", "127.0.0.1"],
     ],
 )
-def test_a_fleet_of_external_engines_alone_is_a_fleet(transport: list[str]) -> None:
+def test_fleet_may_consist_of_external_engines_only(transport: list[str]) -> None:
     flags = ["--num-engines", "0", "--external-engines", "http://a:1", "http://b:2"]
     config = resolve(*parse_flags([*flags, "--weight-transport", *transport]))
     assert config.engine.external_engines == ("http://a:1", "http://b:2")
     assert "KEY" not in config.to_toml()
 
 
-def test_a_command_that_sends_no_weights_does_not_ask_how() -> None:
+def test_command_that_sends_no_weights_needs_no_weight_transport() -> None:
     from invrl.cli.command_settings import settings_of
 
     for command in ("serve", "eval"):
@@ -286,7 +288,7 @@ def test_external_engines_need_their_key(
         (KEY, ["--num-engines", "2"], "invrl engine"),
     ],
 )
-def test_what_an_engine_alone_is_not_started_with(
+def test_engine_command_refuses_unsuitable_settings_without_printing_the_key(
     key: str,
     flags: list[str],
     words: str,
@@ -301,7 +303,7 @@ def test_what_an_engine_alone_is_not_started_with(
     assert key == "" or key not in err
 
 
-def test_the_identity_travels_as_json(tiny_model: Path) -> None:
+def test_engine_identity_survives_json(tiny_model: Path) -> None:
     """What a run wants may be undecided; what an engine says is not."""
     identity = EngineIdentity(start="s", total_tokens=1, traits=traits(tiny_model))
     as_json = json.loads(msgspec.json.encode(identity))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_rollout_dispatcher import until
+from dispatcher_parts import until
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -32,7 +32,7 @@ def lease(name: str, members: int = 2) -> GroupLease:
     return GroupLease(group_id=name, task=task, members=tuple(M(index=i, attempt=0) for i in range(members)))
 
 
-def test_leases_are_taken_in_their_order_and_once_from_any_process(tmp_path: Path) -> None:
+def test_leases_are_taken_once_and_in_order_by_any_process(tmp_path: Path) -> None:
     stores = [LeaseStore(tmp_path / "run.sqlite") for _ in range(3)]
     assert stores[0].take(1.0) is None
     offered = [lease(f"g{n}") for n in range(30)]
@@ -53,14 +53,16 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
             base_url="",
             task_id=task_id or of.task.id,
             group_id=of.group_id,
-            index=one.index,
-            attempt=one.attempt,
+            index=member.index,
+            attempt=member.attempt,
             purpose="train",
             sampling=Sampling(),
         )
-        for one in members
+        for member in members
     ]
-    records = [StoredSession(session=one, key_hash=one.id.encode(), opened_at=1.0) for one in sessions]
+    records = [
+        StoredSession(session=session, key_hash=session.id.encode(), opened_at=1.0) for session in sessions
+    ]
     try:
         writer.open_sessions(records, leased=True).result(60)
     except sqlite3.IntegrityError:
@@ -68,7 +70,7 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
     return True
 
 
-def test_members_take_the_places_of_their_leases_all_or_none_and_once(tmp_path: Path) -> None:
+def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> None:
     store, writer = LeaseStore(tmp_path / "run.sqlite"), RunStoreWriter(tmp_path / "run.sqlite")
     of = lease("g", members=3)
     store.offer(of)
@@ -110,7 +112,7 @@ class Held:
         return self.buffer.unwanted()
 
 
-async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path: Path) -> None:
+async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) -> None:
     buffer = GroupBuffer(
         BufferConfig(),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),

@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, model, renderer, running
 from test_refused_results import worker_at
-from test_training_samples import branches, forests, rollout, summary, taken, turn
 
 from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
@@ -58,8 +58,6 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
-
-__all__ = ["model", "renderer"]
 
 DECLARED = ("process_reward:token", "weight:turn=1", "score:rollout")
 COLUMNS = parse_extra_columns(DECLARED)
@@ -129,14 +127,14 @@ def test_columns_are_declared_by_name_level_and_default() -> None:
         ([f"a{n}:token" for n in range(MAX_COLUMNS + 1)], "65 columns: at most 64"),
     ],
 )
-def test_a_wrong_declaration_says_what_is_wrong(entries: Sequence[str], reason: str) -> None:
+def test_wrong_column_declaration_is_refused_with_the_reason(entries: Sequence[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_extra_columns(entries)
     with pytest.raises(ValueError, match=reason):
         GatewayConfig(extra_columns=tuple(entries))
 
 
-def test_the_flag_takes_several_and_a_wrong_one_is_refused_before_the_run() -> None:
+def test_extra_columns_flag_takes_several_values_and_refuses_wrong_ones() -> None:
     config = resolve(*parse_flags(["--extra-columns", "a:token", "b:rollout=1", "--seed", "3"]))
     assert config.gateway.extra_columns == ("a:token", "b:rollout=1")
     with pytest.raises(ConfigError, match="invrl computes a column 'rewards'") as refused:
@@ -160,9 +158,7 @@ def test_saved_batches_without_a_declared_column_are_refused() -> None:
 # ------------------------------------------------------------------ over HTTP, to the rows and to a file
 
 
-async def test_numbers_of_tokens_turns_and_rollouts_reach_the_rows_and_a_saved_batch(
-    gateway: Running, tmp_path: Path
-) -> None:
+async def test_extra_numbers_reach_the_rows_and_a_saved_batch(gateway: Running, tmp_path: Path) -> None:
     [session] = await gateway.open()
     first = await chat(gateway, session)
     reply = first.choices[0].message.model_dump()
@@ -219,7 +215,7 @@ def trained(row: Any, name: str) -> list[float]:
     return row.columns[name][row.loss_mask_T].tolist()
 
 
-async def test_what_is_not_as_declared_is_refused_with_field_reason_and_fix(gateway: Running) -> None:
+async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway: Running) -> None:
     mine, other = await gateway.open(members=2)
     turn_id = (await chat(gateway, mine)).id
     foreign_id = (await chat(gateway, other)).id
@@ -285,12 +281,16 @@ async def test_what_is_not_as_declared_is_refused_with_field_reason_and_fix(gate
             for route, more in (("numbers", {}), ("finish", {"reward": 1.0})):
                 answer = await attach(gateway, mine, {**body_with_more, **more}, mine.key, route=route)
                 error = answer.json()["error"]
-                assert (answer.status_code, error["code"], error["param"]) == (status, code, field), error
+                assert answer.status_code == status, error
+                assert error["code"] == code, error
+                assert error["param"] == field, error
                 assert error["message"].startswith(f"{field}: ")
                 assert told in error["message"]
                 assert code == "invalid_request" or ". Fix: " in error["message"]
     shown = (await gateway.env(f"/sessions/{mine.id}")).json()
-    assert (shown["state"], shown["numbers"], shown["turn_numbers"]) == ("open", {}, {})
+    assert shown["state"] == "open"
+    assert shown["numbers"] == {}
+    assert shown["turn_numbers"] == {}
     outcome = await gateway.finish(mine)
     assert isinstance(outcome, RolloutSummary)
     [row] = batch_of(gateway.store, outcome).samples
@@ -298,15 +298,17 @@ async def test_what_is_not_as_declared_is_refused_with_field_reason_and_fix(gate
     assert trained(row, "weight") == [1.0] * num_sampled
     assert row.numbers == {"score": 0.0}
     late = await attach(gateway, mine, {"numbers": {"score": 1.0}})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+    assert late.status_code == 409
+    assert late.json()["error"]["code"] == "session_closed"
     late = await attach(gateway, mine, {"turn_numbers": {turn_id: {"weight": 1.0}}})
-    assert (late.status_code, late.json()["error"]["code"]) == (409, "session_closed")
+    assert late.status_code == 409
+    assert late.json()["error"]["code"] == "session_closed"
     assert (await attach(gateway, other, {}, key=mine.key)).status_code == 401
     again = await gateway.env(f"/sessions/{mine.id}/finish", {"reward": 2.0, "numbers": {"score": 4.0}})
     assert (again.json()["reward"], again.json()["numbers"]) == (1.0, {})
 
 
-async def test_names_that_json_cannot_carry_are_refused_not_errors(gateway: Running) -> None:
+async def test_column_names_outside_of_unicode_are_refused(gateway: Running) -> None:
     [session] = await gateway.open()
     bodies = (
         '{"numbers": {"\\ud800": 1}}',
@@ -324,7 +326,7 @@ async def test_names_that_json_cannot_carry_are_refused_not_errors(gateway: Runn
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_without_a_declaration_every_name_is_unknown(
+async def test_every_column_name_is_unknown_without_a_declaration(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> None:
     async with running(tmp_path, model, renderer) as gateway:
@@ -335,7 +337,7 @@ async def test_without_a_declaration_every_name_is_unknown(
         assert (await attach(gateway, session, {})).status_code == 200
 
 
-async def test_the_turns_of_children_have_numbers_and_the_rollout_is_their_parents(gateway: Running) -> None:
+async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent(gateway: Running) -> None:
     [parent] = await gateway.open()
     opened = []
     for _ in range(2):
@@ -345,10 +347,12 @@ async def test_the_turns_of_children_have_numbers_and_the_rollout_is_their_paren
     child, aborted = opened
     ids = [(await chat(gateway, session)).id for session in (parent, child, aborted)]
     answer = await attach(gateway, child, {"numbers": {"score": 1.0}}, key=child.key)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "child_session")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "child_session"
     assert f"send them for session {parent.id}" in answer.text
     answer = await attach(gateway, parent, {"turn_numbers": {ids[1]: {"weight": 2.0}}})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "turn_not_found")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "turn_not_found"
     for session, turn_id, weight in zip((parent, child, aborted), ids, (2.0, 3.0, 4.0), strict=True):
         num_sampled = len(gateway.turns(session)[0].sampled_ids_T)
         body = {
@@ -373,7 +377,7 @@ async def test_the_turns_of_children_have_numbers_and_the_rollout_is_their_paren
     assert [row.numbers["score"] for row in rows] == [0.5, 0.5]
 
 
-async def test_numbers_may_come_while_a_session_waits_for_its_reward_and_outlive_the_gateway(
+async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> None:
     options = {"extra_columns": DECLARED, "reward_deadline_s": 3600.0}
@@ -386,25 +390,28 @@ async def test_numbers_may_come_while_a_session_waits_for_its_reward_and_outlive
     async with running(tmp_path, model, renderer, **options) as gateway:
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
         turn_id = turn_id.removeprefix("chatcmpl-")
-        assert (shown["state"], shown["numbers"]) == ("unrewarded", {"score": 0.25})
+        assert shown["state"] == "unrewarded"
+        assert shown["numbers"] == {"score": 0.25}
         assert shown["turn_numbers"] == {turn_id: {"weight": 2.0}}
         assert (await attach(gateway, session, {"numbers": {"score": 0.125}})).json()["state"] == "unrewarded"
         await gateway.env(f"/sessions/{session.id}/reward", {"reward": 1.0})
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, RolloutSummary)
-        assert (outcome.numbers, outcome.turn_numbers) == ({"score": 0.125}, {turn_id: {"weight": 2.0}})
+        assert outcome.numbers == {"score": 0.125}
+        assert outcome.turn_numbers == {turn_id: {"weight": 2.0}}
         stored = gateway.store.closed_session(session.id)
         assert stored is not None
         assert stored.numbers == {"score": 0.125}
 
 
-async def test_numbers_of_a_long_turn_are_taken_where_other_bodies_are_too_large(gateway: Running) -> None:
+async def test_numbers_of_a_long_turn_may_exceed_the_body_limit(gateway: Running) -> None:
     [session] = await gateway.open()
     turn_id = (await chat(gateway, session)).id
     numbers_T = [0.1234567890123456] * 100_000
     body = {"token_numbers": {turn_id: {"process_reward": numbers_T}}}
     answer = await attach(gateway, session, body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_length")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "wrong_length"
     answer = await gateway.env(f"/sessions/{session.id}/finish", {"reward": 1.0, **body})
     assert answer.status_code == 413
 
@@ -430,7 +437,9 @@ async def outcome_of(gateway: Running, make: Make) -> RolloutSummary | FailedRol
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, lambda values: np.array(values, np.float16)])
-async def test_a_rollout_function_returns_numbers(gateway: Running, form: Callable[[list], Any]) -> None:
+async def test_numbers_returned_by_a_rollout_function_are_recorded(
+    gateway: Running, form: Callable[[list], Any]
+) -> None:
     outcome = await outcome_of(
         gateway,
         lambda turn_id, tokens: RolloutResult(
@@ -499,7 +508,7 @@ async def test_a_bad_number_is_a_failed_rollout_with_a_reason(
         ("token_numbers", {"t": {"a": np.array([0.0, np.inf])}}, "token_numbers['t']['a'][1] is inf"),
     ],
 )
-def test_what_a_function_returns_in_place_of_numbers_is_named(field: str, value: Any, told: str) -> None:
+def test_return_value_that_is_not_numbers_is_named(field: str, value: Any, told: str) -> None:
     result = RolloutResult(reward=1.0, **{field: value})
     with pytest.raises(Rejected) as rejected:
         valid_numbers(result)
@@ -517,7 +526,7 @@ anything = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(numbers=anything, turn_numbers=anything, token_numbers=anything)
-def test_whatever_a_function_returns_is_finite_numbers_or_rejected(
+def test_any_return_value_becomes_finite_numbers_or_is_rejected(
     numbers: Any, turn_numbers: Any, token_numbers: Any
 ) -> None:
     result = RolloutResult(numbers=numbers, turn_numbers=turn_numbers, token_numbers=token_numbers)
@@ -589,7 +598,7 @@ def rows_of(of: Rollout) -> Sequence[Any]:
     return build_batch(batch, [of], dr_grpo, 1e-4, extra_columns=COLUMNS.values()).samples
 
 
-def test_a_number_that_was_given_at_another_level_does_not_count() -> None:
+def test_number_at_another_level_than_declared_does_not_count() -> None:
     """The declaration may change when a run resumes."""
     of = replace(summary("g.0"), numbers={"weight": 5.0}, turn_numbers={"a": {"score": 5.0}})
     made = replace(
@@ -669,7 +678,7 @@ def needs_group(rewards_G: NDArray[np.float64], *, eps: float, group: Group) -> 
     return rewards_G
 
 
-def test_an_advantage_that_takes_the_group_reads_lengths_and_numbers() -> None:
+def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
     batch = taken(("g", [3.0, 5.0]))
     first, second = batch.groups[0].rollouts_G
     members = (
@@ -677,7 +686,8 @@ def test_an_advantage_that_takes_the_group_reads_lengths_and_numbers() -> None:
         replace(second, numbers={"score": -1.0}, sampled_tokens=3),
     )
     batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=members),))
-    a, b = turn("a", None, [1], [2]), turn("b", "a", [3], [4])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
     rollouts = [rollout([a, b], of=members[0]), rollout([a], of=members[1])]
     function = advantage_function(f"{__name__}:by_length")
     made = build_batch(batch, rollouts, function, 1e-4)
@@ -687,7 +697,7 @@ def test_an_advantage_that_takes_the_group_reads_lengths_and_numbers() -> None:
         assert [row_T.tolist() for row_T in made.advantages] == expected
 
 
-def test_an_advantage_that_cannot_do_without_the_group_is_refused() -> None:
+def test_advantage_function_that_needs_the_group_is_refused_without_it() -> None:
     with pytest.raises(PluginError, match="missing a required argument: 'group'"):
         advantage_function(f"{__name__}:needs_group")
 
@@ -700,7 +710,7 @@ def lease() -> GroupLease:
     return GroupLease(group_id="g", task=task, members=(GroupMember(index=0, attempt=0),))
 
 
-def test_a_store_from_before_there_were_numbers_goes_on(tmp_path: Path) -> None:
+def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     writer = RunStoreWriter(path)
     of = summary_of(lease(), index=0, attempt=0, version=0)
@@ -736,7 +746,7 @@ def test_a_store_from_before_there_were_numbers_goes_on(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_tables_are_added_once(tmp_path: Path) -> None:
+def test_number_tables_are_added_once(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     connect(path).close()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:

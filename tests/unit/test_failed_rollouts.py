@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from test_buffer_examples import failure, make, summary, tasks
-from test_gateway_turns import ENV_KEY, Running, model, renderer, running
+from running_gateway import ENV_KEY, Running, running
+from small_buffer import failure, make, summary, tasks
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
@@ -35,8 +35,6 @@ from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.tasks import label_notes
 from invrl.run.config import resolve
 from invrl.types import FailedRollout, Task
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> GroupB
 # ------------------------------------------------------------------ by reason
 
 
-def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() -> None:
+def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> None:
     entries: list[LedgerEntry] = []
     buffer = buffer_with("timeout=-0.5", entries=entries)
     buffer.lease()
@@ -73,7 +71,7 @@ def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() 
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))
     batch = buffer.take()
     assert batch is not None
-    rewards = [(one.reward, one.failure) for one in batch.groups[0].rollouts_G]
+    rewards = [(rollout.reward, rollout.failure) for rollout in batch.groups[0].rollouts_G]
     assert rewards == [(1.0, None), (-0.5, FailureReason.TIMEOUT)]
     assert buffer.events.failed == {"timeout": 1}
     values = resolved(buffer.metrics())
@@ -81,7 +79,7 @@ def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() 
     assert values["rollouts_counted/timeout"] == 1
     assert values["finished_reward_mean"] == 0.25
     assert resolved(rollout_metrics(batch))["failed_share/timeout"] == 0.5
-    told = [one for one in entries if one.failure is FailureReason.TIMEOUT]
+    told = [entry for entry in entries if entry.failure is FailureReason.TIMEOUT]
     assert [str(one.state) for one in told] == ["finished"]
 
 
@@ -94,19 +92,21 @@ def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() 
         ("timeout=drop", 5, 0, {"incomplete": 1}),
     ],
 )
-def test_what_does_not_count(rule: str, tokens: int, places: int, dropped: dict[str, int]) -> None:
+def test_failed_rollout_that_does_not_count_is_retried_or_drops_its_group(
+    rule: str, tokens: int, places: int, dropped: dict[str, int]
+) -> None:
     buffer = buffer_with(rule)
     buffer.lease()
     buffer.record(summary("g0", 0, reward=1.0))
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT, tokens=tokens))
     lease = buffer.lease()
     assert lease is not None
-    again = [(one.index, one.attempt) for one in lease.members] if lease.group_id == "g0" else []
+    again = [(member.index, member.attempt) for member in lease.members] if lease.group_id == "g0" else []
     assert again == [(1, 1)] * places
     assert buffer.events.dropped == dropped
 
 
-def test_the_default_counts_what_the_policy_brings_about_and_nothing_else() -> None:
+def test_only_failures_caused_by_the_policy_count_by_default() -> None:
     rules = BufferConfig().failure_rules()
     assert rules == {FailureReason.TIMEOUT: 0.0, FailureReason.CONTEXT: 0.0, FailureReason.LIMIT: 0.0}
 
@@ -129,7 +129,7 @@ def test_children_without_a_reward_of_their_own_inherit_it() -> None:
         (["--failure-reward=timeout=-1", "exception=retry"], ("timeout=-1", "exception=retry")),
     ],
 )
-def test_the_flag_takes_several(arguments: list[str], wanted: tuple[str, ...]) -> None:
+def test_failure_reward_flag_takes_several_rules(arguments: list[str], wanted: tuple[str, ...]) -> None:
     assert resolve(*parse_flags(arguments)).buffer.failure_reward == wanted
 
 
@@ -144,7 +144,7 @@ def test_the_flag_takes_several(arguments: list[str], wanted: tuple[str, ...]) -
         ("timeout=0,timeout=1", "is given twice"),
     ],
 )
-def test_a_wrong_rule_is_told_before_the_run(entry: str, told: str) -> None:
+def test_wrong_failure_rule_is_refused_before_the_run(entry: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         resolve(*parse_flags(["--failure-reward", entry]))
 
@@ -195,7 +195,7 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     assert taken is not None
     assert store.without_tokens(taken.groups[0].rollouts_G) == set()
     rollouts = store.taken_rollouts(taken)
-    assert [one.summary.reward for one in rollouts] == [-2.0, 1.0]
+    assert [rollout.summary.reward for rollout in rollouts] == [-2.0, 1.0]
     batch = build_batch(taken, rollouts, advantage_function("dr_grpo"), 1e-6)
     trained = [int(row.loss_mask_T.sum()) for row in batch.samples]
     sampled = [sum(len(turn.sampled_ids_T) for turn in store.turns(one.id)) for one in (session, beside)]
@@ -210,7 +210,7 @@ async def asked(client: Any, model: str = "tiny") -> None:
     await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi " * 3000}])
 
 
-async def test_a_prompt_over_the_context_is_the_reason_context(gateway: Running) -> None:
+async def test_prompt_over_the_context_length_fails_with_reason_context(gateway: Running) -> None:
     [session] = await gateway.open()
 
     async def through_openai(task: Task, endpoint: Any) -> float:
@@ -246,7 +246,7 @@ async def test_a_prompt_over_the_context_is_the_reason_context(gateway: Running)
     ],
 )
 @pytest.mark.parametrize("ours", [True, False])
-async def test_refusals_by_what_was_used_up(
+async def test_refusals_by_the_gateway_have_the_reason_of_the_exhausted_limit(
     status: int, code: str, reason: FailureReason, ours: bool
 ) -> None:
     url = "http://gw:8000/s/k/v1"
@@ -291,7 +291,7 @@ async def actor_after(path: Path, most: int, record: Callable[[GroupBuffer], Non
     return actor
 
 
-async def test_a_run_whose_rollouts_all_fail_alike_ends_with_what_they_say(tmp_path: Path) -> None:
+async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(tmp_path: Path) -> None:
     def fail(buffer: GroupBuffer) -> None:
         for number in range(12):
             buffer.record(
@@ -342,7 +342,7 @@ async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path:
         FailureReason.ENVIRONMENT_GONE,
     ],
 )
-async def test_one_death_that_fails_many_rollouts_at_once_does_not_end_the_run(
+async def test_worker_death_that_fails_many_rollouts_does_not_end_the_run(
     tmp_path: Path, reason: FailureReason
 ) -> None:
     """A worker with hundreds of rollouts in it, or an engine, is replaced; the run goes on."""
@@ -375,7 +375,7 @@ def report(alike: int, finished: int = 0) -> FailureReport:
     )
 
 
-def test_when_a_person_is_told_of_a_row() -> None:
+def test_warnings_about_failures_in_a_row_are_printed_at_growing_counts() -> None:
     reporter = FailureReporter(limits(128))
     heard = [count for count in range(1, 129) if reporter.texts(report(count))]
     assert heard == [4, 16, 64]
@@ -401,7 +401,7 @@ KeyError: 'awnser'
 at my_agent.py:9, in rollout: return float(task.payload["awnser"])"""
 
 
-def test_the_first_failure_of_each_reason_is_told_at_once_with_its_line_of_user_code() -> None:
+def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_code() -> None:
     reporter = FailureReporter(limits(128, at_start=32))
     one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
     assert reporter.texts(one) == [
@@ -446,7 +446,7 @@ def test_a_run_in_which_every_attempt_fails_for_one_reason_ends() -> None:
     assert "--max-failures-at-start" in str(caught.value)
 
 
-def test_it_does_not_end_before_the_slow_ones_of_the_first_attempts_have_ended() -> None:
+def test_run_does_not_end_before_its_slow_first_rollouts_have_ended() -> None:
     """Tasks with a broken label fail at once, again and again, while the others still run."""
     buffer = make(batch=2, group=1, attempts=100)
     leased(buffer)
@@ -459,7 +459,7 @@ def test_it_does_not_end_before_the_slow_ones_of_the_first_attempts_have_ended()
         at_start(buffer)
 
 
-def test_the_reason_is_the_one_that_all_failed_for_though_a_worker_died_last() -> None:
+def test_run_ends_with_the_common_reason_although_a_worker_died_last() -> None:
     buffer = make(batch=4, group=2, attempts=3)
     leased(buffer)
     for group in range(3):
@@ -474,7 +474,7 @@ def test_the_reason_is_the_one_that_all_failed_for_though_a_worker_died_last() -
 @pytest.mark.parametrize(
     "but", ["one finished", "another reason", "a worker died", "they count", "one counts"]
 )
-def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
+def test_run_continues_at_its_start_unless_every_rollout_fails_for_one_reason(but: str) -> None:
     buffer = GroupBuffer(
         BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
         RolloutConfig(rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3),
@@ -499,7 +499,7 @@ def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
     at_start(buffer)
 
 
-def test_the_console_s_line_counts_failures_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_line_counts_failures_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     progress = PlainProgress(3)
     progress.failures({"timeout": 2, "bad_return": 5})
     progress.step(1, {"rollout/reward_mean": 0.5})
@@ -518,7 +518,7 @@ def test_an_evaluation_line_counts_the_rollouts_that_failed(capsys: pytest.Captu
     assert "failed" not in capsys.readouterr().out
 
 
-def test_labels_that_are_missing_or_empty_are_told_before_the_run(tmp_path: Path) -> None:
+def test_missing_or_empty_labels_are_reported_before_the_run(tmp_path: Path) -> None:
     def notes(*lines: str, **settings: Any) -> list[str]:
         file = tmp_path / "tasks.jsonl"
         file.write_text("\n".join(lines))
@@ -533,7 +533,7 @@ def test_labels_that_are_missing_or_empty_are_told_before_the_run(tmp_path: Path
     assert notes('{"label": 0}', '{"label": false}') == []
 
 
-def test_a_restart_s_buffer_still_restores_failures_that_count() -> None:
+def test_restored_buffer_keeps_failures_that_count() -> None:
     from test_buffer_snapshot import through_bytes
 
     buffer = buffer_with("timeout=-1")

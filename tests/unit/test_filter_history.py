@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_buffer_examples import lease_all, summary
+from small_buffer import lease_all, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -81,7 +81,7 @@ class Looks:
 # ------------------------------------------------------------------ what a filter is shown
 
 
-def test_a_filter_is_shown_the_groups_of_the_task_before_this_one() -> None:
+def test_group_filter_sees_the_earlier_groups_of_the_task() -> None:
     looks = Looks()
     buffer = make(looks)
     assert [lease.task.id for lease in lease_all(buffer)][:5] == ["a", "b", "a@1", "b@1", "a@2"]
@@ -93,13 +93,17 @@ def test_a_filter_is_shown_the_groups_of_the_task_before_this_one() -> None:
     assert first == TaskHistory(task_id="a")
     assert (first.success_rate, first.mean_reward) == (None, None)
     assert of_b == TaskHistory(task_id="b")
-    assert (second.num_groups, second.num_rollouts, second.num_solved) == (1, 2, 1)
+    assert second.num_groups == 1
+    assert second.num_rollouts == 2
+    assert second.num_solved == 1
     assert [past.rewards_G for past in second.recent] == [(0.0, 1.0)]
-    assert (third.success_rate, third.mean_reward, third.num_kept) == (0.75, 0.75, 2)
+    assert third.success_rate == 0.75
+    assert third.mean_reward == 0.75
+    assert third.num_kept == 2
     assert buffer.events.dropped == {"filtered/twice_is_enough": 1}
 
 
-def test_a_history_is_part_of_the_snapshot() -> None:
+def test_reward_history_is_part_of_the_snapshot() -> None:
     first = make(Looks())
     lease_all(first)
     finish(first, "g0", 0.0, 1.0)
@@ -115,14 +119,14 @@ def test_a_history_is_part_of_the_snapshot() -> None:
     assert again.events.dropped == {"filtered/twice_is_enough": 1}
 
 
-def test_no_history_is_kept_for_a_filter_that_does_not_look_at_it() -> None:
+def test_no_history_is_kept_for_a_filter_without_a_history_argument() -> None:
     buffer = make(lambda group: None)
     lease_all(buffer)
     finish(buffer, "g0", 0.0, 1.0)
     assert buffer.snapshot(WeightVersion(0)).histories == ()
 
 
-def test_a_filter_with_a_bug_in_its_use_of_the_history_drops_the_group_and_is_shown() -> None:
+def test_filter_that_fails_on_the_history_drops_the_group_and_is_reported() -> None:
     def divides(group: Group, history: TaskHistory) -> str | None:
         return "easy" if history.num_solved / history.num_rollouts > 0.5 else None
 
@@ -135,7 +139,7 @@ def test_a_filter_with_a_bug_in_its_use_of_the_history_drops_the_group_and_is_sh
 
 
 @given(groups=st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), max_size=60))
-def test_a_history_is_the_sum_of_its_groups(groups: list[tuple[str, bool, bool]]) -> None:
+def test_reward_history_is_the_sum_of_its_groups(groups: list[tuple[str, bool, bool]]) -> None:
     history = RewardHistory()
     of_a: list[GroupOutcome] = []
     for number, (task_id, complete, kept) in enumerate(groups):
@@ -157,7 +161,7 @@ def test_a_history_is_the_sum_of_its_groups(groups: list[tuple[str, bool, bool]]
     assert again.snapshot() == history.snapshot()
 
 
-def test_the_task_that_was_seen_longest_ago_is_forgotten() -> None:
+def test_history_of_the_least_recent_task_is_forgotten() -> None:
     history = RewardHistory(max_tasks=2)
     for task_id in "abac":
         history.note(outcome(task_id, 1.0))
@@ -173,7 +177,7 @@ def test_the_task_that_was_seen_longest_ago_is_forgotten() -> None:
     num_groups=st.integers(1, RECENT_GROUPS),
     bounds=st.sampled_from([(0.2, 0.8), (0.0, 1.0), (0.5, 0.5), (0.0, 0.4)]),
 )
-def test_medium_difficulty_by_its_definition(
+def test_medium_difficulty_filter_follows_its_definition(
     earlier: list[list[float]], rewards: list[float], num_groups: int, bounds: tuple[float, float]
 ) -> None:
     history = RewardHistory()
@@ -192,7 +196,7 @@ def test_medium_difficulty_by_its_definition(
     assert found == expected
 
 
-def test_the_settings_reach_the_filter() -> None:
+def test_difficulty_settings_reach_the_filter() -> None:
     config = BufferConfig(
         group_filter="medium_difficulty",
         difficulty_low=0.4,
@@ -249,7 +253,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("history", False),
     ],
 )
-def test_filters_of_both_forms_load(here: Path, name: str, is_given: bool) -> None:
+def test_filters_with_and_without_history_load(here: Path, name: str, is_given: bool) -> None:
     function = group_filter_function(f"filters_of_mine:{name}")
     assert takes_history(function) == is_given
     buffer = make(function)
@@ -274,7 +278,7 @@ def test_a_filter_with_unknown_parameters_is_refused(here: Path, name: str, fix:
     assert caught.value.fix == fix
 
 
-def test_the_built_in_filters_are_named_where_a_name_is_wrong() -> None:
+def test_wrong_filter_name_is_answered_with_the_built_in_filters() -> None:
     with pytest.raises(PluginError, match="did you mean 'medium_difficulty'"):
         group_filter_function("medium_dificulty")
     assert set(GROUP_FILTERS) == {"nonzero_variance", "medium_difficulty", "none"}

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_buffer_examples import failure, lease_all, summary, tasks
-from test_loop import EmptyBatches, FixedSteps, Notes
+from loop_parts import EmptyBatches, FixedSteps, Notes
+from small_buffer import failure, lease_all, summary, tasks
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
@@ -64,7 +64,7 @@ def finish(buffer: GroupBuffer, *rewards: tuple[float, float]) -> None:
             buffer.record(summary(group, index, reward=reward, oldest=version, newest=version))
 
 
-def test_so_many_equal_groups_in_a_row_end_the_run() -> None:
+def test_run_ends_after_the_set_number_of_filtered_groups_in_a_row() -> None:
     buffer = buffer_of(config())
     finish(buffer, *[(1.0, 1.0)] * 5)
     assert buffer.filtered_out == ""
@@ -75,7 +75,7 @@ def test_so_many_equal_groups_in_a_row_end_the_run() -> None:
     )
 
 
-def test_a_group_that_is_kept_begins_the_row_anew() -> None:
+def test_kept_group_restarts_the_count_of_filtered_groups() -> None:
     buffer = buffer_of(config())
     finish(buffer, *[(1.0, 1.0)] * 5, (0.0, 1.0), *[(1.0, 1.0)] * 5)
     assert buffer.filtered_out == ""
@@ -83,14 +83,17 @@ def test_a_group_that_is_kept_begins_the_row_anew() -> None:
     assert buffer.wait_report().ready == 1
 
 
-def test_train_takes_groups_as_they_come_until_one_is_kept_again() -> None:
+def test_filtered_out_train_takes_all_groups_until_the_filter_keeps_a_group() -> None:
     buffer = buffer_of(config("train"))
     finish(buffer, *[(1.0, 1.0)] * 5)
     assert buffer.take() is None
     finish(buffer, (1.0, 1.0), (1.0, 1.0))
     batch = buffer.take()
     assert batch is not None
-    assert [[one.reward for one in group.rollouts_G] for group in batch.groups] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [[rollout.reward for rollout in group.rollouts_G] for group in batch.groups] == [
+        [1.0, 1.0],
+        [1.0, 1.0],
+    ]
     assert resolve(buffer.metrics())["groups_unfiltered"] == 2
     assert buffer.filtered_out == ""
     buffer.trained(batch.batch_id)
@@ -99,13 +102,13 @@ def test_train_takes_groups_as_they_come_until_one_is_kept_again() -> None:
     assert buffer.wait_report().ready == 1, "the filter is back"
 
 
-def test_without_a_limit_it_goes_on_for_ever() -> None:
+def test_filtered_groups_never_end_a_run_without_a_limit() -> None:
     buffer = buffer_of(config(batches=0))
     finish(buffer, *[(1.0, 1.0)] * 100)
     assert buffer.filtered_out == ""
 
 
-def test_a_filter_with_a_bug_is_told_at_once_with_its_line() -> None:
+def test_error_in_a_group_filter_is_reported_at_once_with_its_line() -> None:
     def misspelt(group: Group) -> str | None:
         return {"keep": None}["kep"]
 
@@ -121,7 +124,7 @@ def test_a_filter_with_a_bug_is_told_at_once_with_its_line() -> None:
     assert "rewards: 6 x 0 to 1, filter_raised_KeyError" in buffer.filtered_out
 
 
-def test_an_error_that_cannot_be_shown_is_data_too() -> None:
+def test_filter_error_that_cannot_be_printed_is_reported() -> None:
     class Unshowable(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -134,7 +137,7 @@ def test_an_error_that_cannot_be_shown_is_data_too() -> None:
     assert "a Unshowable that cannot be shown" in buffer.failure_report().firsts["group_filter"]
 
 
-def test_a_task_source_with_a_bug_names_its_line() -> None:
+def test_error_in_a_task_source_is_reported_with_its_line() -> None:
     def broken() -> Iterator[Task]:
         yield Task(id="t", payload={})
         raise KeyError("no such file")
@@ -146,7 +149,7 @@ def test_a_task_source_with_a_bug_names_its_line() -> None:
     assert 'in broken: raise KeyError("no such file"))' in text
 
 
-async def test_whoever_waits_for_a_batch_is_told(tmp_path: Path) -> None:
+async def test_waiting_take_raises_when_all_groups_are_filtered(tmp_path: Path) -> None:
     actor = BufferActor(
         config(),
         ROLLOUT,
@@ -182,10 +185,12 @@ class FiltersOut(EmptyBatches):
 @pytest.mark.parametrize(
     ("batches", "interval", "saved"), [(3, 0, [3]), (3, 3, [3]), (3, 2, [2, 3]), (0, 0, [])]
 )
-async def test_the_loop_ends_with_the_model_of_its_last_step_saved_once(
+async def test_run_ended_by_the_filter_saves_its_last_model_once(
     batches: int, interval: int, saved: list[int]
 ) -> None:
-    observer, buffer, written = Notes(), FiltersOut(batches), list[int]()
+    observer = Notes()
+    buffer = FiltersOut(batches)
+    written = list[int]()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
@@ -218,7 +223,7 @@ class Clock:
         return self.now
 
 
-def test_every_half_minute_without_a_step_something_is_due() -> None:
+def test_wait_message_is_due_every_half_minute_without_a_step() -> None:
     clock = Clock()
     phase = CurrentPhase(clock)
     said: list[float] = []
@@ -240,7 +245,7 @@ def waiting(buffer: GroupBuffer, deadlines: Deadlines = DEADLINES) -> str:
     return wait_message(phase, buffer.wait_report(), deadlines)
 
 
-def test_a_solved_task_is_said_to_be_one_with_what_to_set() -> None:
+def test_wait_message_names_a_solved_task_and_the_setting() -> None:
     buffer = buffer_of(config())
     finish(buffer, *[(1.0, 1.0)] * 4)
     text = waiting(buffer)
@@ -253,7 +258,7 @@ def test_a_solved_task_is_said_to_be_one_with_what_to_set() -> None:
     ) in text
 
 
-def test_failures_and_the_rollouts_that_are_out_are_named() -> None:
+def test_wait_message_names_failures_and_running_rollouts() -> None:
     buffer = buffer_of(config())
     lease_all(buffer)
     buffer.record(failure("g0", 0))
@@ -276,7 +281,7 @@ def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
     return wait_message(phase, replace(buffer.wait_report(), outside=outside), deadlines)
 
 
-def test_it_is_said_which_outside_environment_is_waited_for_since_when_and_until_when() -> None:
+def test_wait_message_names_silent_outside_environments_and_their_deadlines() -> None:
     silent = SilentSession(session_id="ses-00ab", silent_s=80.4)
     text = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,)))
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
@@ -290,7 +295,7 @@ def test_it_is_said_which_outside_environment_is_waited_for_since_when_and_until
     assert "on their way" in outside_text(WaitsOutside(offered=0, leased=0, sessions=()))
 
 
-async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) -> None:
+async def test_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     rollout = ROLLOUT.model_copy(update={"external_environments": True})
     actor = BufferActor(
@@ -302,7 +307,8 @@ async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Pa
     )
     await actor.start()
     leases = LeaseStore(path)
-    first, second = await actor.lease(), await actor.lease()
+    first = await actor.lease()
+    second = await actor.lease()
     assert first is not None
     assert second is not None
     leases.offer(first)
@@ -335,7 +341,7 @@ async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Pa
     await actor.close()
 
 
-def test_another_phase_is_said_with_its_time() -> None:
+def test_wait_message_of_another_phase_has_its_duration() -> None:
     clock = Clock()
     phase = CurrentPhase(clock)
     phase.phase("checkpoint", 3)
@@ -343,7 +349,7 @@ def test_another_phase_is_said_with_its_time() -> None:
     assert wait_message(phase, None, DEADLINES) == "step 3: checkpoint for 31 s"
 
 
-async def test_the_buffer_is_asked_while_rollouts_are_waited_for() -> None:
+async def test_wait_message_reads_the_buffer_in_the_rollout_phase() -> None:
     clock = Clock()
     phase = CurrentPhase(clock)
     clock.now += 155.0  # until everything was up

@@ -10,7 +10,7 @@ from invrl.engines.flush_memory import keep_memory_in_flushes
 from invrl.host import sglang_on_cpu
 
 
-def test_the_scheduler_flushes_without_giving_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_of_the_scheduler_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sglang_on_cpu.make_importable()
     from sglang.srt.managers.io_struct import FlushCacheReqInput
     from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper

@@ -18,8 +18,11 @@ from invrl.gateway.turns.message_identity import digests
 from invrl.gateway.types import ADVICE, ForkReason, MatchLevel, Message, Node, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
-SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
-MORE, REPLY_2 = Message("user", "more"), Message("assistant", "b")
+SYSTEM = Message("system", "s")
+ASK = Message("user", "q")
+REPLY = Message("assistant", "a")
+MORE = Message("user", "more")
+REPLY_2 = Message("assistant", "b")
 
 
 def node(
@@ -46,7 +49,7 @@ def node(
     return Node(turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools)
 
 
-def test_a_first_request_is_no_fork():
+def test_first_request_is_not_a_fork():
     match = Forest().match([SYSTEM, ASK])
     assert (match.node, match.depth, match.fork) == (None, 0, None)
 
@@ -72,26 +75,29 @@ def test_a_replaced_reply_is_an_edited_history():
     root = forest.match([ASK, Message("assistant", "edited"), MORE])
     assert (root.node, root.fork) == (None, ForkReason.HISTORY_EDITED)
     branch = forest.match([ASK, REPLY, MORE, Message("assistant", "edited"), MORE])
-    assert (branch.node, branch.depth, branch.fork) == (first, 2, ForkReason.HISTORY_EDITED)
+    assert branch.node == first
+    assert branch.depth == 2
+    assert branch.fork == ForkReason.HISTORY_EDITED
 
 
-def test_a_conversation_that_shares_no_reply_is_a_new_one():
+def test_conversation_without_a_shared_reply_is_new():
     forest = Forest()
     forest.add(node("1", [SYSTEM, ASK, REPLY]))
     for messages in ([SYSTEM, MORE], [Message("user", "a title for this, please")]):
         assert forest.match(messages).fork is ForkReason.NEW_CONVERSATION
 
 
-def test_a_reply_with_less_before_it_was_compacted():
+def test_shortened_history_before_a_reply_is_a_compaction():
     forest = Forest()
     forest.add(node("1", [SYSTEM, ASK, REPLY, MORE, REPLY_2]))
     summary = Message("user", "so far: the user asked q and got a")
     assert forest.match([SYSTEM, summary, REPLY_2, MORE]).fork is ForkReason.COMPACTED
 
 
-def test_other_tools_are_a_fork_of_their_own():
+def test_changed_tools_fork_with_their_own_reason():
     forest = Forest()
-    calc, shell = Tool(name="calc", parameters='{"a": 1, "b": 2}'), Tool(name="shell")
+    calc = Tool(name="calc", parameters='{"a": 1, "b": 2}')
+    shell = Tool(name="shell")
     first = node("1", [ASK, REPLY], tools=(calc,))
     forest.add(first)
     assert forest.match([ASK, REPLY, MORE], (Tool(name="calc", parameters='{"b":2,"a":1}'),)).node is first
@@ -133,7 +139,7 @@ RESULTS = [Message("tool", "3", tool_call_id="c1"), Message("tool", "0", tool_ca
         (replace(CALLS, tool_calls=CALLS.tool_calls[:1]), None),
     ],
 )
-def test_a_reply_that_comes_back_altered_matches_at_its_level(calls: Message, level: MatchLevel | None):
+def test_altered_reply_matches_at_its_match_level(calls: Message, level: MatchLevel | None):
     for most in MatchLevel:
         forest = Forest(most)
         first = node("1", [ASK, CALLS])
@@ -145,7 +151,7 @@ def test_a_reply_that_comes_back_altered_matches_at_its_level(calls: Message, le
             assert (match.node, match.depth, match.fork, match.level) == (first, 2, None, level)
 
 
-def test_new_call_ids_match_if_the_results_answer_the_same_calls():
+def test_renamed_call_ids_match_if_the_results_answer_the_same_calls():
     forest = Forest()
     forest.add(node("1", [ASK, CALLS]))
     last = node("2", [*RESULTS, REPLY], forest.turn("1"))
@@ -170,7 +176,8 @@ messages = st.builds(Message, st.sampled_from(["user", "assistant"]), st.sampled
 
 @given(st.lists(st.lists(messages, min_size=1, max_size=3), min_size=1, max_size=6), st.data())
 def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message]], data: st.DataObject):
-    forest, nodes = Forest(), []
+    forest = Forest()
+    nodes = []
     for number, added in enumerate(turns):
         parent = data.draw(st.sampled_from([None, *nodes]))
         nodes.append(node(str(number), [*added, REPLY], parent))
@@ -185,7 +192,7 @@ def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message
 
 @pytest.mark.parametrize("level", list(MatchLevel))
 @pytest.mark.parametrize("split", range(6))
-def test_digests_go_on_from_any_prefix(level: MatchLevel, split: int):
+def test_digests_continue_from_any_prefix(level: MatchLevel, split: int):
     talk = [ASK, CALLS, *RESULTS, REPLY, MORE]
     whole = digests(talk, level, b"tools")
     before = digests(talk[:split], level, b"tools")
@@ -195,11 +202,13 @@ def test_digests_go_on_from_any_prefix(level: MatchLevel, split: int):
 
 
 @pytest.mark.parametrize("level", list(MatchLevel))
-def test_a_conversation_in_many_turns_is_the_one_that_a_request_holds(level: MatchLevel):
+def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel):
     """Also where a tool's result answers a call of turns ago, and ids of calls come again."""
     again = replace(CALLS, tool_calls=CALLS.tool_calls[:1])
     turns = [[ASK, CALLS], [RESULTS[0], again], [RESULTS[0], REPLY], [RESULTS[1], MORE, REPLY_2]]
-    forest, path, said = Forest(level), None, []
+    forest = Forest(level)
+    path = None
+    said = []
     for at, added in enumerate(turns):
         path = node(str(at), added, path)
         forest.add(path)
@@ -214,7 +223,7 @@ def test_a_conversation_in_many_turns_is_the_one_that_a_request_holds(level: Mat
     assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)
 
 
-def test_results_that_answer_renamed_calls_are_kept_by_our_ids():
+def test_results_of_renamed_calls_are_kept_under_our_ids():
     """A client gives calls ids of its own and sends them consistently: the conversation goes on for good."""
     forest = Forest(MatchLevel.CANONICAL)
     first = node("1", [ASK, CALLS])
@@ -222,7 +231,9 @@ def test_results_that_answer_renamed_calls_are_kept_by_our_ids():
     renamed = replace(CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls))
     results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
     match = forest.match([ASK, renamed, *results])
-    assert (match.node, match.depth, match.new) == (first, 2, tuple(RESULTS))
+    assert match.node == first
+    assert match.depth == 2
+    assert match.new == tuple(RESULTS)
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     again = forest.match([ASK, renamed, *results, REPLY, MORE])
@@ -231,9 +242,10 @@ def test_results_that_answer_renamed_calls_are_kept_by_our_ids():
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
 
-def test_of_equal_branches_the_one_whose_calls_the_client_has_goes_on():
+def test_branch_whose_call_ids_the_client_has_continues():
     """Two samples made the same calls behind other thinking, which the client leaves out."""
-    forest, replies = Forest(), []
+    forest = Forest()
+    replies = []
     for branch in "ab":
         calls = tuple(replace(call, id=branch + call.id) for call in CALLS.tool_calls)
         replies.append(replace(CALLS, reasoning=branch, tool_calls=calls))
@@ -277,14 +289,16 @@ def test_a_missing_argument_is_the_default_of_its_schema(sampled: str, sent: str
     forest.add(first)
     reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", sent),))
     match = forest.match([ASK, reply, RESULTS[0]], (EDIT,))
-    assert (match.node is first, match.fork) == (same, None if same else ForkReason.HISTORY_EDITED)
+    assert (match.node is first) == same
+    assert match.fork == (None if same else ForkReason.HISTORY_EDITED)
 
 
 @pytest.mark.parametrize(
     "schema", ['{"properties": [], "default": 1}', '{"$ref": "#/$ref", "default": 1}', '"default"']
 )
-def test_a_schema_of_no_use_gives_no_defaults(schema: str):
-    forest, tool = Forest(MatchLevel.CANONICAL), Tool(name="calc", parameters=schema)
+def test_unusable_schema_gives_no_defaults(schema: str):
+    forest = Forest(MatchLevel.CANONICAL)
+    tool = Tool(name="calc", parameters=schema)
     forest.add(node("1", [ASK, CALLS], tools=(tool,)))
     assert forest.match([ASK, replace(CALLS, content="sure"), *RESULTS], (tool,)).depth == 2
 
@@ -301,7 +315,7 @@ REACT = 'Thought: I need it.\nAction: calc\nAction Input: {"a": "it\'s", "b": [1
         ("Thought: I want it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}", False),
     ],
 )
-def test_objects_in_a_rewritten_text_are_compared_by_what_they_hold(sent: str, same: bool):
+def test_json_objects_in_rewritten_text_are_compared_by_value(sent: str, same: bool):
     forest = Forest(MatchLevel.REWRITTEN)
     first = node("1", [ASK, Message("assistant", REACT)])
     forest.add(first)
@@ -327,11 +341,12 @@ def changed(match: Match) -> tuple[ForkReason | None, int, str, str, str]:
     return match.fork, change.message, change.part, change.recorded, change.sent
 
 
-def test_a_system_prompt_with_the_time_is_named_and_is_not_called_compacted():
+def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
     def system(minute: int) -> Message:
         return Message("system", f"You are a helpful agent. The time is 09:{minute}, and the day is long.")
 
-    forest, okay = Forest(), Message("assistant", "okay")
+    forest = Forest()
+    okay = Message("assistant", "okay")
     for turn in range(1, 4):  # the reply says the same in every turn
         forest.add(node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay]))
     match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
@@ -345,10 +360,11 @@ def test_a_system_prompt_with_the_time_is_named_and_is_not_called_compacted():
     assert "newest message" in advice(ForkReason.CONTEXT_EDITED, match.change)
 
 
-def test_a_request_that_departs_is_compared_once_with_each_message(monkeypatch: pytest.MonkeyPatch):
+def test_departing_request_is_compared_once_with_each_message(monkeypatch: pytest.MonkeyPatch):
     """An agent that polls has many equal replies, and with the time in its system prompt each request departs
     from all of them. What was recorded is not taken apart anew for each candidate."""
-    forest, turns = Forest(), 40
+    forest = Forest()
+    turns = 40
     history: list[Message] = []
     for turn in range(turns):
         poll = Message("assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),))
@@ -371,8 +387,9 @@ def test_a_request_that_departs_is_compared_once_with_each_message(monkeypatch: 
 
 
 @given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
-def test_texts_are_shown_from_where_they_differ(before: str, one: str, other: str):
-    recorded, sent = before + one, before + other
+def test_differing_texts_are_shown_from_their_first_difference(before: str, one: str, other: str):
+    recorded = before + one
+    sent = before + other
     common = common_characters(recorded, sent)
     assert recorded[:common] == sent[:common]
     assert len(before) <= common <= min(len(recorded), len(sent))
@@ -390,7 +407,7 @@ def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 3, "content", "0", "[cleared]")
 
 
-def test_results_that_answer_other_calls_are_named():
+def test_results_for_other_calls_are_named():
     forest = Forest()
     first = node("1", [ASK, CALLS])
     forest.add(first)
@@ -411,7 +428,7 @@ def test_advice_knows_the_defaults_of_schemas():
     assert "--match-level canonical " in advice(match.fork, match.change)
 
 
-def test_a_compacted_history_says_what_was_taken_out():
+def test_compacted_history_names_the_removed_messages():
     forest = Forest()
     first = node("1", [SYSTEM, ASK, REPLY])
     forest.add(first)
@@ -429,7 +446,7 @@ def test_a_compacted_history_says_what_was_taken_out():
 
 
 @pytest.mark.parametrize("level", list(MatchLevel))
-def test_advice_names_a_higher_level_only_where_that_helps(level: MatchLevel):
+def test_advice_names_a_higher_match_level_only_where_it_helps(level: MatchLevel):
     forest = Forest(level)
     forest.add(node("1", [ASK, CALLS]))
     for message, needed in (
@@ -451,8 +468,9 @@ def test_advice_names_a_higher_level_only_where_that_helps(level: MatchLevel):
             assert f"--match-level {needed.name.lower()} " in told
 
 
-def test_other_tools_are_shown():
-    forest, calc = Forest(), Tool(name="calc", description="Computes sums.")
+def test_changed_tools_are_shown():
+    forest = Forest()
+    calc = Tool(name="calc", description="Computes sums.")
     forest.add(node("1", [ASK, REPLY], tools=(calc,)))
     added = forest.match([ASK, REPLY, MORE], (calc, Tool(name="shell")))
     assert changed(added) == (ForkReason.TOOLS_CHANGED, 0, "tools", "calc", "calc, shell")
@@ -460,7 +478,7 @@ def test_other_tools_are_shown():
     assert changed(described)[3:] == ("calc: Computes sums. ", "calc: Computes products. ")
 
 
-def test_a_reply_taken_for_its_calls_tells_how_it_came_back():
+def test_reply_matched_by_its_calls_reports_its_changed_text():
     forest = Forest(MatchLevel.REWRITTEN)
     first = node("1", [ASK, CALLS])
     forest.add(first)

@@ -12,9 +12,13 @@ from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
 from invrl.types import Turn, VersionSpan, WeightVersion
 from invrl.viewer.fork_explanation import Explanation, explain_forks
 
-SYSTEM, ASK, REPLY = Message("system", "You add."), Message("user", "1+1"), Message("assistant", "2 it is")
-MORE, REPLY_2 = Message("user", "and 2+2"), Message("assistant", "4")
-ADD, SUB = Tool(name="add", description="adds"), Tool(name="sub", description="subtracts")
+SYSTEM = Message("system", "You add.")
+ASK = Message("user", "1+1")
+REPLY = Message("assistant", "2 it is")
+MORE = Message("user", "and 2+2")
+REPLY_2 = Message("assistant", "4")
+ADD = Tool(name="add", description="adds")
+SUB = Tool(name="sub", description="subtracts")
 
 
 class Session:
@@ -35,10 +39,13 @@ class Session:
     ) -> str:
         """`fork`: a reason that only the renderer would find; the turn is then a root."""
         match = self.forest.match(request, tools)
-        parent, messages = match.node, match.new
+        parent = match.node
+        messages = match.new
         reason = match.fork
         if fork is not None:
-            parent, messages, reason = None, tuple(request), fork
+            parent = None
+            messages = tuple(request)
+            reason = fork
         if parent is None:
             messages = tuple(request)
         name = f"t-{len(self.recorded)}"
@@ -73,16 +80,19 @@ class Session:
         return explanations[turn_id]
 
 
-def test_an_edited_reply_is_shown_beside_the_recorded_one() -> None:
+def test_edited_reply_is_shown_with_the_recorded_reply() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
     edited = Message("assistant", "2 it was")
     found = session.explained(session.say([SYSTEM, ASK, edited, MORE], REPLY_2))
-    assert (found.from_turn, found.shared, found.messages) == ("t-0", 2, 4)
+    assert found.from_turn == "t-0"
+    assert found.shared == 2
+    assert found.messages == 4
     assert found.what == "Message 3 (assistant): another text"
     assert found.change
-    assert (found.change.recorded, found.change.sent) == ("2 it is", "2 it was")
+    assert found.change.recorded == "2 it is"
+    assert found.change.sent == "2 it was"
     assert "as it got them" in found.advice
 
 
@@ -94,7 +104,9 @@ def test_an_edited_later_reply_branches_off_its_parent() -> None:
     [turn] = [turn for turn, _, _ in session.recorded if turn.id == name]
     assert turn.parent_id == "t-0", "it records only what follows there"
     found = session.explained(name)
-    assert (found.from_turn, found.shared, found.messages) == ("t-1", 4, 6)
+    assert found.from_turn == "t-1"
+    assert found.shared == 4
+    assert found.messages == 6
     assert found.what == "Message 5 (assistant): another text"
 
 
@@ -105,12 +117,13 @@ def test_a_changed_system_message_is_named() -> None:
     found = session.explained(session.say(request, REPLY_2))
     assert found.what == "The system message (message 1) has another text"
     assert found.change
-    assert (found.change.recorded, found.change.sent) == ("It is 10:00.", "It is 10:01.")
+    assert found.change.recorded == "It is 10:00."
+    assert found.change.sent == "It is 10:01."
     assert "the time" in found.advice
     assert found.from_turn == ""
 
 
-def test_a_first_request_with_another_system_message_is_a_new_conversation_that_says_so() -> None:
+def test_first_request_with_another_system_message_is_explained_as_a_new_conversation() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     found = session.explained(session.say([Message("system", "You add!"), ASK], REPLY_2))
@@ -132,10 +145,11 @@ def test_changed_tools_are_named() -> None:
     assert defined.what == "The definition of add changed"
     assert "descriptions" in defined.advice
     assert defined.change
-    assert (defined.change.recorded.strip(), defined.change.sent.strip()) == ("add: adds", "add: adds two")
+    assert defined.change.recorded.strip() == "add: adds"
+    assert defined.change.sent.strip() == "add: adds two"
 
 
-def test_whitespace_alone_is_said_to_be_whitespace() -> None:
+def test_change_of_whitespace_is_explained_as_whitespace() -> None:
     session = Session()
     session.say([Message("system", "a\n\nb"), ASK], REPLY)
     found = session.explained(session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2))
@@ -161,7 +175,8 @@ def test_a_template_that_renders_the_history_differently_is_compared_by_tokens()
     found = session.explained(name)
     assert found.what.endswith("renders them differently from token 1 on")
     assert found.change
-    assert (found.change.recorded, found.change.sent) == ("ids 1 2 3 7", "ids 1 9 3 7 8")
+    assert found.change.recorded == "ids 1 2 3 7"
+    assert found.change.sent == "ids 1 9 3 7 8"
     texts = explain_forks(session.recorded, MatchLevel.REWRITTEN, lambda ids: "-".join(map(str, ids)))
     change = texts[name].change
     assert change

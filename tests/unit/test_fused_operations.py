@@ -49,7 +49,7 @@ def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
 @pytest.mark.parametrize("block_tokens", first_quick([16, 64, 5]))
 @pytest.mark.parametrize("num_candidates", first_quick([4, 0]))
 @pytest.mark.parametrize("entropy_weight", first_quick([0.3, 0.0]))
-def test_logprobs_and_gradients_are_those_of_the_formulas(
+def test_fused_logprobs_and_gradients_equal_their_formulas(
     monkeypatch: pytest.MonkeyPatch, block_tokens: int, num_candidates: int, entropy_weight: float
 ) -> None:
     set_block_tokens(monkeypatch, block_tokens)
@@ -59,7 +59,7 @@ def test_logprobs_and_gradients_are_those_of_the_formulas(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_all_lengths_of_micro_batches_share_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_shared_by_all_micro_batch_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     set_block_tokens(monkeypatch, 16)
     for length in (30, 24, 37, 50, 41):
         Problem.random(shared_rows(length)).measured()
@@ -80,7 +80,7 @@ def test_bfloat16_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("softcap", first_quick([3.0, None]))
-def test_a_soft_cap_is_not_left_out(softcap: float | None) -> None:
+def test_fused_logprobs_apply_the_soft_cap(softcap: float | None) -> None:
     problem = Problem.random(shared_rows(30), softcap=softcap)
     assert_equal(problem.measured(), problem.exact())
 
@@ -88,13 +88,16 @@ def test_a_soft_cap_is_not_left_out(softcap: float | None) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("is_zero_centered", first_quick([True, False]))
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_queries_and_keys_are_normed_and_turned_as_by_megatron(is_zero_centered: bool) -> None:
+def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(is_zero_centered: bool) -> None:
     device.prepare()
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     from invrl.train.attention import _split_and_turned
 
-    groups, queries_of_group, dim, rotated_dim = 2, 3, 8, 6
+    groups = 2
+    queries_of_group = 3
+    dim = 8
+    rotated_dim = 6
     norms = [torch.rand(dim, requires_grad=True) for _ in range(2)]
     for num_tokens in (5, 24):
         angles = torch.rand(num_tokens, 1, 1, rotated_dim // 2).repeat(1, 1, 1, 2) * 50
@@ -127,7 +130,7 @@ def test_queries_and_keys_are_normed_and_turned_as_by_megatron(is_zero_centered:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_neighbours_are_turned_as_by_megatron() -> None:
+def test_fused_interleaved_rotation_equals_megatrons() -> None:
     device.prepare()
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
@@ -140,7 +143,7 @@ def test_neighbours_are_turned_as_by_megatron() -> None:
         torch.testing.assert_close(turned_neighbours(vectors, angles.cos(), angles.sin()), expected)
 
 
-def test_swiglu_and_its_gradient_are_those_of_the_formula() -> None:
+def test_fused_swiglu_and_its_gradient_equal_the_formula() -> None:
     """Megatron's own, which torch compiles on a GPU when it is first called."""
     device.prepare()
     from megatron.core.fusions import fused_bias_swiglu
@@ -157,7 +160,7 @@ def test_swiglu_and_its_gradient_are_those_of_the_formula() -> None:
     )
 
 
-def test_the_functions_compile_for_a_device() -> None:
+def test_fused_functions_compiled_by_torch_equal_their_eager_results() -> None:
     """Into code of the CPU, as on a GPU into Triton's."""
     torch._dynamo.reset()  # what other tests have compiled of Megatron's functions
     device.prepare()
@@ -175,7 +178,7 @@ def test_the_functions_compile_for_a_device() -> None:
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
 
 
-def test_gradients_are_clipped_as_by_megatron() -> None:
+def test_fused_gradient_clipping_equals_megatrons() -> None:
     device.prepare()
     from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 

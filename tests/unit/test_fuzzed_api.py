@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from test_gateway_turns import ENV_KEY, Running, model, renderer, running  # noqa: F401
+from running_gateway import ENV_KEY, Running, running
 
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -97,10 +97,10 @@ RICH: dict[str, dict[str, Any]] = {
 """For each route, a request with most of what it takes."""
 
 
-async def test_what_openapi_shows_holds_for_generated_requests(
+async def test_generated_requests_are_answered_as_openapi_says(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Each operation on open sessions of its own, one that is closed, and one that is not there."""
     async with running(tmp_path, model, renderer, leases=True, max_open_sessions=1000) as gateway:
@@ -136,7 +136,7 @@ async def test_what_openapi_shows_holds_for_generated_requests(
         assert run.returncode == 0, told.decode()[-6000:]
         accepted = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
         assert len(accepted) == sum(len(path) for path in schema["paths"].values())
-        assert all(sum(each["accepted"] for each in phases.values()) for phases in accepted.values()), (
+        assert all(sum(phase["accepted"] for phase in phases.values()) for phases in accepted.values()), (
             accepted
         )
 
@@ -201,7 +201,7 @@ def fuzzed_request(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:  # noqa: F811
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers=parsers) as made:
         yield made

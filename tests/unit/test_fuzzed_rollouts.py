@@ -53,7 +53,10 @@ from invrl.types import (
     WeightVersion,
 )
 
-ROLLOUTS, GROUP, BATCH, AT_ONCE = 10_000, 2, 3, 256
+ROLLOUTS = 10_000
+GROUP = 2
+BATCH = 3
+AT_ONCE = 256
 TIMEOUT_S = 3600.0
 KEY = "sk-secret-of-session-"
 SCORE = ExtraColumn(name="score", level="rollout")
@@ -100,7 +103,8 @@ class Address:
 
 
 def circular() -> Exception:
-    first, second = ValueError("a"), ValueError("b")
+    first = ValueError("a")
+    second = ValueError("b")
     first.__cause__, second.__cause__ = second, first
     return first
 
@@ -421,7 +425,7 @@ class Loop:
     ("form", "reward_form", "share"),
     first_quick([("async_form", True, 0.2), ("async_form", False, 0.6), ("sync_form", False, 0.2)]),
 )
-async def test_no_rollout_crashes_the_run_or_reaches_the_optimizer_with_bad_numbers(
+async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimizer_with_bad_numbers(
     form: str,
     reward_form: bool,
     share: float,

@@ -9,9 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes import FakeEngine, random_reply
-from test_gateway_turns import ENV_KEY, Running, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ENV_KEY, Running, running
 from test_gateway_workers import Workers
 
 from invrl.gateway.rendering.renderer import Renderer
@@ -44,14 +42,14 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
 
 
 @pytest.mark.parametrize("path", OF_THE_ENVIRONMENT)
-async def test_the_environment_key_comes_before_the_body(gateway: Running, path: str):
+async def test_environment_key_is_checked_before_the_body_is_read(gateway: Running, path: str):
     [session] = await gateway.open()
     for key in ("", "env-guess-guess-guess", session.key):
         assert await status_of_head(gateway.url, path, key) == 401
 
 
 @pytest.mark.parametrize("name", OF_A_SESSION)
-async def test_a_session_s_key_comes_before_the_body(gateway: Running, name: str):
+async def test_session_key_is_checked_before_the_body_is_read(gateway: Running, name: str):
     mine, other = await gateway.open(members=2)
     for key in ("", "isk-00" + "A" * 32, other.key):
         assert await status_of_head(gateway.url, f"/sessions/{mine.id}/{name}", key) == 401

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import ASK, MORE, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, MORE, Running, eventually, running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
@@ -52,7 +50,7 @@ def reply(answer) -> dict:
     return {"role": "assistant", "content": answer.choices[0].message.content}
 
 
-async def test_a_session_goes_on_with_its_exact_ids(life: Life, renderer: Renderer):
+async def test_session_continues_its_exact_ids_after_a_restart(life: Life, renderer: Renderer):
     async with life.again() as gateway:
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK])
@@ -67,20 +65,25 @@ async def test_a_session_goes_on_with_its_exact_ids(life: Life, renderer: Render
         expected = [int(token) for ids in path for token in ids] + renderer._tokenizer.encode(tail)
         assert gateway.engine.requests[0]["input_ids"] == expected
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
-        assert (shown["state"], shown["reward"], len(shown["turns"])) == ("open", 0.25, 3)
+        assert shown["state"] == "open"
+        assert shown["reward"] == 0.25
+        assert len(shown["turns"]) == 3
         answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
         outcome = answer.json()
-        assert (outcome["num_turns"], outcome["forks"], outcome["reward"]) == (3, 0, 0.25)
+        assert outcome["num_turns"] == 3
+        assert outcome["forks"] == 0
+        assert outcome["reward"] == 0.25
         assert outcome["trained_tokens"] == outcome["sampled_tokens"]
     async with life.again() as gateway:
         assert (await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)).json() == outcome
         refused = await gateway.env("/v1/chat/completions", {}, key=session.key)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "session_closed")
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "session_closed"
         assert (await gateway.env("/sessions/ses-00no/finish", {})).status_code == 404
         assert [o.session_id for _, o in gateway.store.outbox_after(0)] == [session.id]
 
 
-async def test_a_retry_gets_the_turn_that_was_recorded(life: Life, renderer: Renderer):
+async def test_retry_after_a_restart_gets_the_recorded_turn(life: Life, renderer: Renderer):
     stop = renderer._tokenizer.encode("abc STOP")
     asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
     async with life.again() as gateway:
@@ -95,7 +98,7 @@ async def test_a_retry_gets_the_turn_that_was_recorded(life: Life, renderer: Ren
         assert again.id != first.id  # delivered, and asked on purpose
 
 
-async def test_a_streamed_answer_is_replayed_as_a_stream(life: Life):
+async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life):
     async def events(gateway: Running, retry: bool) -> tuple[str, str, list[float]]:
         stream = await ask(gateway, session, [ASK], retry=retry, stream=True, logprobs=True)
         found = [event async for event in stream]
@@ -111,7 +114,7 @@ async def test_a_streamed_answer_is_replayed_as_a_stream(life: Life):
         assert gateway.engine.requests == []
 
 
-async def test_what_was_aborted_is_never_continued_nor_replayed(life: Life):
+async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(life: Life):
     async with life.again() as gateway:
         gateway.engine.holds = lambda count: count > 5
         [session] = await gateway.open()
@@ -127,10 +130,11 @@ async def test_what_was_aborted_is_never_continued_nor_replayed(life: Life):
         assert whole.id != aborted.id
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.num_turns, summary.trained_tokens) == (2, len(whole.sampled_ids_T))
+        assert summary.num_turns == 2
+        assert summary.trained_tokens == len(whole.sampled_ids_T)
 
 
-async def test_an_undelivered_turn_is_replayed_to_whoever_asks_for_it_and_its_prompt_keeps_its_count(
+async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_seed_count(
     life: Life,
 ):
     async with life.again() as gateway:
@@ -149,7 +153,7 @@ async def test_an_undelivered_turn_is_replayed_to_whoever_asks_for_it_and_its_pr
         assert later not in seeds
 
 
-async def test_who_goes_on_from_an_answer_has_it(life: Life):
+async def test_reply_that_a_client_continues_counts_as_delivered(life: Life):
     async with life.again() as gateway:
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK])
@@ -161,7 +165,7 @@ async def test_who_goes_on_from_an_answer_has_it(life: Life):
         await eventually(lambda: [turn.delivered for turn in gateway.turns(session)] == [True, True])
 
 
-async def test_sessions_of_the_life_before_still_expire_and_still_fill_the_gateway(life: Life):
+async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit(life: Life):
     async with life.again(max_open_sessions=2) as gateway:
         sessions = await gateway.open(members=2)
     async with life.again(max_open_sessions=2) as gateway:
@@ -171,11 +175,12 @@ async def test_sessions_of_the_life_before_still_expire_and_still_fill_the_gatew
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
         for session, (_, outcome) in zip(sessions, gateway.store.outbox_after(0), strict=True):
             assert isinstance(outcome, FailedRollout)
-            assert (outcome.session_id, outcome.reason) == (session.id, FailureReason.TIMEOUT)
+            assert outcome.session_id == session.id
+            assert outcome.reason == FailureReason.TIMEOUT
             assert gateway.store.closed_session(session.id).state == "expired"
 
 
-async def test_opening_is_the_same_after_a_restart(life: Life):
+async def test_repeated_session_opening_returns_the_same_sessions_after_a_restart(life: Life):
     async with life.again() as gateway:
         before = await gateway.open(members=2, request_id="one")
     async with life.again() as gateway:
@@ -184,7 +189,7 @@ async def test_opening_is_the_same_after_a_restart(life: Life):
         assert (await ask(gateway, after[0], [ASK])).id
 
 
-def test_restarts_are_limited(monkeypatch: pytest.MonkeyPatch):
+def test_gateway_restarts_per_minute_are_limited(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr("invrl.host.process.time.monotonic", lambda: now)
     limit = RestartLimit(2)
@@ -193,7 +198,7 @@ def test_restarts_are_limited(monkeypatch: pytest.MonkeyPatch):
     assert limit.allows()
 
 
-async def test_a_family_comes_back_with_its_limits_and_rewards(life: Life):
+async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life: Life):
     async def child_of(gateway: Running, parent: Session, name: str) -> Session:
         body = {"request_id": name, "limits": {"max_turns": 1}}
         answer = await gateway.env(f"/sessions/{parent.id}/children", body, key=parent.key)
@@ -233,18 +238,21 @@ async def test_a_family_comes_back_with_its_limits_and_rewards(life: Life):
         await gateway.env(f"/sessions/{done.id}/reward", {"reward": 6.0}, key=done.key)
         summary = await gateway.finish(parent, reward=1.0)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.turn_rewards, summary.branch_rewards) == ({first: 3.0}, {second: -2.0})
+        assert summary.turn_rewards == {first: 3.0}
+        assert summary.branch_rewards == {second: -2.0}
         assert summary.child_rewards == {child.id: 1.0, done.id: 6.0, grandchild.id: 6.0, late.id: 1.0}
-        assert (summary.num_turns, summary.trained_tokens) == (6, summary.sampled_tokens)
+        assert summary.num_turns == 6
+        assert summary.trained_tokens == summary.sampled_tokens
         trained = {t.id for path in gateway.store.rollout(parent.id).trajectories for t in path.turns}
         assert len(trained) == 6
     async with life.again() as gateway:
         assert gateway.store.live_sessions() == []
         answer = await gateway.env(f"/sessions/{done.id}/reward", {"reward": 0.0}, key=done.key)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+        assert answer.status_code == 409
+        assert answer.json()["error"]["code"] == "session_closed"
 
 
-async def test_sampled_tokens_count_over_a_restart(life: Life):
+async def test_sampled_tokens_count_towards_the_limit_across_a_restart(life: Life):
     async with life.again() as gateway:
         [session] = await gateway.open(limits={"max_sampled_tokens": 20})
         sampled = (await ask(gateway, session, [ASK])).usage.completion_tokens
@@ -254,7 +262,7 @@ async def test_sampled_tokens_count_over_a_restart(life: Life):
         assert request["sampling_params"]["max_new_tokens"] == 20 - sampled > 0
 
 
-async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
+async def test_session_awaits_its_reward_after_a_restart(life: Life):
     async with life.again(reward_deadline_s=3000.0) as gateway:
         sessions = judged, stored, silent = await gateway.open(members=3)
         for session in sessions:
@@ -284,7 +292,7 @@ async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
         assert await gateway.finish(judged, reward=9.0) == found[judged.id]
 
 
-async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(life: Life):
+async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life: Life):
     lease = GroupLease(
         group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
     )
@@ -299,12 +307,13 @@ async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(lif
         refused = await gateway.env(
             "/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "two"}
         )
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "not_leased"
         assert store.expire(float("inf")) == []
     store.close()
 
 
-async def test_a_place_that_is_leased_again_in_a_later_incarnation_opens_under_the_same_request_id(
+async def test_rollout_leased_again_in_a_later_incarnation_opens_under_the_same_request_id(
     life: Life,
 ):
     """An environment may derive its id from the lease, which is the same one in each incarnation of a run."""

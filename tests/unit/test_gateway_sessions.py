@@ -73,7 +73,7 @@ def test_ten_thousand_guessed_keys_open_nothing():
     assert book.by_key([key]).session.key == key
 
 
-def test_a_key_shows_every_worker_that_it_was_made_with_the_secret():
+def test_session_key_is_signed_with_the_gateways_secret():
     [key, other] = [record.session.key for record in opened(registry())]
     assert is_signed(key, b"")
     assert not is_signed(key, b"another secret")
@@ -83,7 +83,7 @@ def test_a_key_shows_every_worker_that_it_was_made_with_the_secret():
         assert not is_signed(guess, b"")
 
 
-def test_a_request_id_means_other_sessions_in_another_incarnation():
+def test_request_id_opens_new_sessions_in_another_incarnation():
     """A place that is leased again in a later incarnation is asked for under the id that its lease gives
     it."""
     group = Opening(
@@ -109,7 +109,7 @@ def test_a_request_id_means_other_sessions_in_another_incarnation():
         assert first.key != second.key
 
 
-def test_admission_takes_a_whole_group_or_none():
+def test_admission_accepts_a_whole_group_or_refuses_it():
     book = registry(max_open=3)
     first = opened(book)
     with pytest.raises(SessionError) as caught:
@@ -121,7 +121,7 @@ def test_admission_takes_a_whole_group_or_none():
     assert book.counts() == {"open": 3, "finished": 1}
 
 
-def test_a_closed_session_is_refused_and_keeps_its_outcome():
+def test_closed_session_refuses_requests_and_keeps_its_outcome():
     book = registry()
     record = opened(book)[0]
     outcome = failed(record, FailureReason.EMPTY, "")
@@ -181,7 +181,7 @@ def test_sessions_without_tokens_or_reward_have_failed():
     assert isinstance(summarise(evaluation, [turn("1")], {"1"}, 0.0), RolloutSummary)
 
 
-def test_an_empty_session_says_what_became_of_its_tokens():
+def test_session_without_trained_tokens_reports_why():
     """9 tokens reach nobody, 8 are of a forced call, 7 aborted; the auxiliary root has the last 5."""
     record = opened(registry())[0]
     record.reward = 1.0
@@ -200,7 +200,7 @@ def test_an_empty_session_says_what_became_of_its_tokens():
     )
 
 
-def test_the_run_samples_in_training_and_the_client_in_serving():
+def test_sampling_parameters_come_from_the_run_in_training_and_from_the_client_in_serving():
     asked = ClientSampling(
         temperature=0.2, top_p=1.0, sampling_seed=3, max_new_tokens=9, logit_bias={"5": 1.0}
     )
@@ -254,7 +254,7 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
     ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]
 
 
-def test_what_was_abandoned_or_aborted_does_not_make_a_conversation_the_main_one():
+def test_abandoned_and_aborted_turns_do_not_count_for_the_main_conversation():
     """A long first answer that its client left, one that broke off, and then the conversation that counts."""
     new = "new_conversation"
     turns = [

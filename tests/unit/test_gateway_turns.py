@@ -4,164 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import numpy as np
 import openai
 import pytest
-import uvicorn
-from fakes import FakeEngine, fake_logprob, random_reply, reply_by_prompt
-from tiny_model import make_tiny_model
+from fakes import fake_logprob, random_reply, reply_by_prompt
+from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 
-from invrl.engines.routed_experts import ExpertsShape
-from invrl.engines.sglang_client import EngineLimits, SglangClient
-from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
+from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import LimitedHttpProtocol
-from invrl.gateway.server.settings import GatewaySettings
-from invrl.store.run_store import RunStore
-from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import FailedRollout, RolloutSummary, Session, Turn
-
-ENV_KEY = "env-0123456789abcdef"
-ASK = {"role": "user", "content": "What is 12*13?"}
-MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}
+from invrl.types import FailedRollout, RolloutSummary, Session
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
-@dataclass
-class Running:
-    """A gateway on a fake engine."""
-
-    url: str
-    engine: FakeEngine
-    store: RunStore
-    http: httpx.AsyncClient
-
-    async def open(self, members: int = 1, **body: object) -> list[Session]:
-        payload = {
-            "task_id": "t",
-            "group_id": "g",
-            "members": [{"index": i, "attempt": 0} for i in range(members)],
-            **body,
-        }
-        answer = await self.env("/sessions", payload)
-        assert answer.status_code == 201, answer.text
-        return msgspec.json.decode(answer.content, type=dict[str, list[Session]])["sessions"]
-
-    async def env(self, path: str, body: Mapping[str, object] | None = None, key: str = ENV_KEY):
-        headers = {"authorization": f"Bearer {key}"}
-        if body is None:
-            return await self.http.get(self.url + path, headers=headers)
-        return await self.http.post(self.url + path, json=body, headers=headers)
-
-    async def finish(self, session: Session, reward: float = 1.0) -> RolloutSummary | FailedRollout:
-        answer = await self.env(f"/sessions/{session.id}/finish", {"reward": reward}, key=session.key)
-        assert answer.status_code == 200, answer.text
-        kind = FailedRollout if "reason" in answer.json() else RolloutSummary
-        return msgspec.json.decode(answer.content, type=kind)
-
-    def turns(self, session: Session) -> list[Turn]:
-        return self.store.turns(session.id)
-
-    def client(self, session: Session, **options) -> openai.AsyncOpenAI:
-        options = {"max_retries": 0, "api_key": "placeholder", "base_url": session.base_url} | options
-        return openai.AsyncOpenAI(**options)
-
-
-@contextlib.asynccontextmanager
-async def running(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-    parsers: Parsers | None = None,
-    place: WorkerPlace | None = None,
-    run_ended: Callable[[], bool] = lambda: False,
-    experts: ExpertsShape | None = None,
-    **changes,
-) -> AsyncIterator[Running]:
-    parsers = parsers or Parsers()
-    parsers.preload()  # as the gateway does: seconds, in which no deadline must run
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
-        listener = socket.create_server(("127.0.0.1", 0))
-        settings = GatewaySettings.model_validate(
-            {
-                "gateway_port": listener.getsockname()[1],
-                "router_url": engine.url,
-                "env_key": ENV_KEY,
-                "model_path": str(model),
-                "model_name": "tiny",
-                "store_path": str(tmp_path / "run.db"),
-                "max_new_tokens": 64,
-                "context_length": 1024,
-                "vocab_size": 512,
-                "generate_timeout_s": 120.0,
-                **changes,
-            }
-        )
-        store = RunStoreWriter(Path(settings.store_path))
-        limits = EngineLimits(vocab_size=512, context_length=settings.context_length)
-        client = SglangClient(
-            settings.router_url,
-            limits=limits,
-            generate_deadline_s=settings.generate_timeout_s,
-            experts=experts,
-        )
-        app = make_app(
-            settings,
-            sampler=client,
-            renderer=renderer,
-            parsers=parsers,
-            store=store,
-            place=place,
-            on_shutdown=client.close,
-            run_ended=run_ended,
-        )
-        served = {"http": LimitedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            async with asyncio.timeout(60):
-                while not server.started:
-                    await asyncio.sleep(0.01)
-            yield Running(settings.url, engine, RunStore(tmp_path / "run.db"), http)
-        finally:
-            server.should_exit = True
-            await serving
-            store.close()
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
-
-
-async def eventually(condition, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_a_conversation_extends_the_exact_ids_of_the_turns_before(gateway: Running, renderer: Renderer):
+async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     client = gateway.client(session)
     messages: list = [ASK]
@@ -196,9 +54,7 @@ async def test_a_conversation_extends_the_exact_ids_of_the_turns_before(gateway:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_ran_out_of_tokens_goes_on_with_an_end_token_as_context(
-    gateway: Running, stream: bool
-):
+async def test_truncated_turn_is_continued_with_an_end_token_as_context(gateway: Running, stream: bool):
     [session] = await gateway.open()
     client = gateway.client(session)
     first = await client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=3)
@@ -253,7 +109,7 @@ async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, render
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
-async def test_the_whole_answer_says_the_same_as_the_stream(gateway: Running):
+async def test_whole_reply_equals_the_streamed_reply(gateway: Running):
     replies = random_reply(seed=5)
     fixed = replies([])
     gateway.engine.script = lambda _: fixed
@@ -316,7 +172,7 @@ async def test_edited_history_and_side_requests_fork_with_a_reason(gateway: Runn
     assert (summary.forks, summary.trained_tokens) == (2, summary.sampled_tokens)
 
 
-async def test_the_runs_sampling_counts_and_the_override_is_reported_once(gateway: Running):
+async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(gateway: Running):
     [session] = await gateway.open(sampling={"temperature": 0.7, "max_new_tokens": 20})
     client = gateway.client(session)
     asked = {"temperature": 0.1, "top_p": 0.5, "seed": 4, "max_tokens": 50, "frequency_penalty": 1.0}
@@ -436,8 +292,10 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway:
             extra_headers={"x-stainless-retry-count": retry},
         )
         choices = [event.choices[0] async for event in stream]
-        shown = [one.logprob for each in choices if each.logprobs for one in each.logprobs.content or ()]
-        return "".join(each.delta.content or "" for each in choices), shown
+        shown = [
+            place.logprob for choice in choices if choice.logprobs for place in choice.logprobs.content or ()
+        ]
+        return "".join(choice.delta.content or "" for choice in choices), shown
 
     first = asyncio.create_task(ask("0"))
     await eventually(lambda: bool(gateway.engine.running))
@@ -452,7 +310,7 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway:
         assert (text, logprobs) == (again[0], pytest.approx(turn.logprobs_T.tolist(), abs=1e-6))
 
 
-async def test_the_openai_clients_own_retry_heals_a_lost_engine(gateway: Running):
+async def test_retry_of_the_openai_client_recovers_from_a_lost_engine(gateway: Running):
     [session] = await gateway.open()
     gateway.engine.drop_connections = 1
     answer = await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
@@ -470,7 +328,7 @@ async def test_the_openai_clients_own_retry_heals_a_lost_engine(gateway: Running
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_aborts_is_an_error_and_never_trained(gateway: Running, stream: bool):
+async def test_generation_aborted_by_the_engine_is_an_error_and_not_trained(gateway: Running, stream: bool):
     [session] = await gateway.open()
     gateway.engine.abort_next = True
     create = gateway.client(session).chat.completions.create
@@ -487,7 +345,7 @@ async def test_what_the_engine_aborts_is_an_error_and_never_trained(gateway: Run
     assert isinstance(await gateway.finish(session), FailedRollout)
 
 
-async def test_versions_of_a_turn_that_spans_an_update(gateway: Running):
+async def test_turn_that_spans_an_update_records_both_versions(gateway: Running):
     gateway.engine.holds = lambda count: count > 6 and gateway.engine.version == 0
     [session] = await gateway.open()
     call = asyncio.create_task(gateway.client(session).chat.completions.create(model="tiny", messages=[ASK]))
@@ -502,7 +360,7 @@ async def test_versions_of_a_turn_that_spans_an_update(gateway: Running):
     assert (summary.oldest_version, summary.newest_version) == (turn.versions_T.min(), 1)
 
 
-async def test_versions_of_a_stream_that_breaks_off_after_an_update(gateway: Running):
+async def test_stream_that_breaks_off_after_an_update_records_both_versions(gateway: Running):
     """The first event after the update may hold tokens that were on their way: they count as the older
     version's. Those before it are never given the new version."""
     gateway.engine.holds = lambda count: count > (6 if gateway.engine.version == 0 else 9)
@@ -546,7 +404,7 @@ BAD_BODIES = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
+async def test_bad_chat_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     for name, body in BAD_BODIES.items():
         answer = await gateway.http.post(session.base_url + "/chat/completions", content=body)
@@ -557,7 +415,7 @@ async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
     assert gateway.engine.requests == []
 
 
-async def test_the_clients_exceptions(gateway: Running):
+async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gateway: Running):
     [session] = await gateway.open()
     client = gateway.client(session)
     with pytest.raises(openai.BadRequestError, match="tools"):
@@ -598,7 +456,7 @@ async def test_the_clients_exceptions(gateway: Running):
     assert closed.value.code == "session_closed"
 
 
-async def test_admission_is_at_the_door_only(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_admission_happens_only_when_a_session_opens(tmp_path: Path, model: Path, renderer: Renderer):
     async with running(tmp_path, model, renderer, max_open_sessions=2) as gateway:
         session, _ = await gateway.open(2)
         members = [{"index": 0, "attempt": 0}]
@@ -611,7 +469,7 @@ async def test_admission_is_at_the_door_only(tmp_path: Path, model: Path, render
         await gateway.open()
 
 
-async def test_old_sessions_are_aborted_as_timeouts(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_expired_sessions_are_aborted_as_timeouts(tmp_path: Path, model: Path, renderer: Renderer):
     async with running(tmp_path, model, renderer, session_ttl_s=0.3) as gateway:
         [session] = await gateway.open()
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 1)
@@ -621,7 +479,7 @@ async def test_old_sessions_are_aborted_as_timeouts(tmp_path: Path, model: Path,
         assert gateway.store.closed_session(session.id).state == "expired"
 
 
-async def test_rewards_last_one_wins_and_closing_again_changes_nothing(gateway: Running):
+async def test_last_reward_wins_and_finishing_twice_changes_nothing(gateway: Running):
     [session] = await gateway.open()
     await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
     path = f"/sessions/{session.id}"
@@ -673,7 +531,7 @@ async def test_bad_session_requests_are_refused(gateway: Running):
     assert gateway.store.closed_session(session.id) is None
 
 
-async def test_finishing_ends_what_is_in_flight(gateway: Running):
+async def test_finishing_a_session_ends_its_running_generation(gateway: Running):
     gateway.engine.holds = lambda count: count > 1
     [session] = await gateway.open()
     client = gateway.client(session)
@@ -689,7 +547,7 @@ async def test_finishing_ends_what_is_in_flight(gateway: Running):
     await eventually(lambda: not gateway.engine.running)
 
 
-async def test_oversized_bodies_are_refused_while_they_arrive(
+async def test_oversized_body_is_refused_before_it_is_complete(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     async with running(tmp_path, model, renderer, max_body_bytes=10_000) as gateway:
@@ -704,7 +562,7 @@ async def test_oversized_bodies_are_refused_while_they_arrive(
             assert answer.status_code == 413
 
 
-async def test_sessions_never_mix(gateway: Running):
+async def test_turns_of_concurrent_sessions_never_mix(gateway: Running):
     sessions = await gateway.open(24)
 
     async def agent(number: int, session: Session) -> None:

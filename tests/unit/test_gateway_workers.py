@@ -13,9 +13,7 @@ import openai
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, ENV_KEY, MORE, Running, eventually
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.keys import signed_key
@@ -41,7 +39,7 @@ class Workers:
             [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
         )
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in self.listeners]
+        self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self.listeners]
         self._shared = memoryview(bytearray(16)).cast("Q")
         self._servers: list[uvicorn.Server | None] = [None, None]
         self._ends = contextlib.AsyncExitStack()
@@ -78,8 +76,8 @@ class Workers:
             if server is not None:
                 server.should_exit = True
         await self._ends.aclose()
-        for one in self.listeners:
-            one.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 @pytest.fixture
@@ -118,7 +116,9 @@ async def test_any_worker_serves_any_session(workers: Workers):
         assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.num_turns, summary.forks, summary.trained_tokens) == (5, 1, summary.sampled_tokens)
+        assert summary.num_turns == 5
+        assert summary.forks == 1
+        assert summary.trained_tokens == summary.sampled_tokens
 
 
 async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Workers):
@@ -134,7 +134,7 @@ async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Wo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_reaches_the_owner(workers: Workers, stream: bool):
+async def test_client_disconnect_reaches_the_worker_that_owns_the_session(workers: Workers, stream: bool):
     workers.engine.holds = lambda count: count > 20
     workers.engine.script = lambda _: list(range(10, 60))
     [session] = await workers.at[1].open()
@@ -150,7 +150,7 @@ async def test_a_disconnect_reaches_the_owner(workers: Workers, stream: bool):
     assert not any(turn.delivered for turn in workers.at[1].turns(session))
 
 
-async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
+async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
     [session], [other] = await workers.at[1].open(), await workers.at[0].open()
     client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
     with pytest.raises(openai.NotFoundError) as missing:
@@ -160,7 +160,8 @@ async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
         await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x" * 30_000}]
         )
-    assert (large.value.status_code, large.value.code) == (413, "request_too_large")
+    assert large.value.status_code == 413
+    assert large.value.code == "request_too_large"
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key=other.key).chat.completions.create(model="tiny", messages=[ASK])
     for guess in ("isk-ff" + session.key[6:], "isk-01guess", "isk-zz", "isk-"):
@@ -171,7 +172,7 @@ async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
     assert answer.status_code == 401
 
 
-async def test_opening_again_under_one_id_gets_the_same_sessions(
+async def test_repeated_opening_under_one_request_id_returns_the_same_sessions(
     workers: Workers, model: Path, renderer: Renderer
 ):
     opened = await workers.at[0].open(members=2, request_id="first")
@@ -179,7 +180,8 @@ async def test_opening_again_under_one_id_gets_the_same_sessions(
     answer = await workers.at[1].env(
         "/sessions", {"task_id": "t", "group_id": "h", "members": [{"index": 0}], "request_id": "first"}
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "request_id_reused")
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == "request_id_reused"
     owners = {
         (await workers.at[0].open(request_id=name))[0].id[:6] for name in ("one", "two", "three", "four")
     }
@@ -198,20 +200,22 @@ async def test_admission_counts_the_sessions_of_all_workers(workers: Workers):
     await workers.at[0].open()
 
 
-async def test_a_child_lives_with_its_parent_whoever_is_asked(workers: Workers):
+async def test_child_session_is_owned_by_the_worker_of_its_parent(workers: Workers):
     [parent] = await workers.at[1].open()
     for asked, name in ((0, "one"), (1, "one"), (0, "")):
         body = {"request_id": name}
         answer = await workers.at[asked].env(f"/sessions/{parent.id}/children", body, key=parent.key)
         assert answer.status_code == 201, answer.text
         [child] = answer.json()["sessions"]
-        assert (child["id"][:6], child["key"][:6], child["parent_id"]) == ("ses-01", "isk-01", parent.id)
+        assert child["id"][:6] == "ses-01"
+        assert child["key"][:6] == "isk-01"
+        assert child["parent_id"] == parent.id
     shown = (await workers.at[0].env(f"/sessions/{parent.id}")).json()
     assert (len(shown["children"]), shown["children"][-1]) == (2, child["id"])
     assert (await workers.at[0].env("/metrics?worker=own")).json()["sessions"] == {}
 
 
-async def test_fractions_are_of_the_tokens_of_all_workers(workers: Workers):
+async def test_metric_fractions_are_over_the_tokens_of_all_workers(workers: Workers):
     sampled = {}
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
@@ -228,7 +232,7 @@ async def test_fractions_are_of_the_tokens_of_all_workers(workers: Workers):
     assert (await workers.at[0].env("/metrics?worker=own")).json()["trained_fraction"] == 0.0
 
 
-async def test_metrics_are_those_of_all_workers(workers: Workers):
+async def test_metrics_sum_over_all_workers(workers: Workers):
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
         for session in sessions:
@@ -240,7 +244,7 @@ async def test_metrics_are_those_of_all_workers(workers: Workers):
     assert (await workers.at[1].env("/metrics", key="guess")).status_code == 401
 
 
-def test_merging_adds_up_but_for_lag():
+def test_merged_worker_metrics_add_up_except_for_the_lag():
     parts = [
         {"run_id": "r", "loop_lag_ms": {"max": lag}, "turns": {"stop": 1, name: 2}}
         for lag, name in ((1.5, "length"), (0.5, "abort"))
@@ -278,18 +282,20 @@ async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer
             await both.stop()
 
 
-async def test_what_a_dead_owner_did_not_answer_goes_to_its_successor(
+async def test_request_unanswered_by_a_dead_worker_goes_to_its_successor(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     owner = DyingOwner(2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok")
     async with a_worker_beside(owner, tmp_path, model, renderer) as both:
         answer = await both.at[0].env("/sessions/ses-01abc/finish", {"reward": 1.0})
-        assert (answer.status_code, answer.text, answer.headers["x-own"]) == (207, "ok", "1")
+        assert answer.status_code == 207
+        assert answer.text == "ok"
+        assert answer.headers["x-own"] == "1"
         assert owner.heard == [b'{"reward":1.0}'] * 3
         assert "then" not in answer.headers.get_list("date")
 
 
-async def test_an_answer_that_breaks_off_at_the_owner_breaks_off(
+async def test_reply_broken_off_by_the_owning_worker_is_broken_off(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     owner = DyingOwner(0, b"HTTP/1.1 200 Fine\r\ncontent-length: 99\r\n\r\nhalf")
@@ -299,17 +305,18 @@ async def test_an_answer_that_breaks_off_at_the_owner_breaks_off(
         assert len(owner.heard) == 1
 
 
-async def test_an_owner_that_stays_dead_is_a_503_that_clients_retry(
+async def test_dead_owning_worker_is_a_503_that_clients_retry(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(forwarder, "_SUCCESSOR_S", 0.2)
     async with a_worker_beside(DyingOwner(10**9, b""), tmp_path, model, renderer) as both:
         key = signed_key("isk-01" + "A" * 32, ENV_KEY.encode())
         answer = await both.at[0].env(f"/s/{key}/v1/chat/completions", {})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_unavailable")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "gateway_unavailable"
 
 
-def test_the_place_reads_names():
+def test_owning_worker_is_read_from_the_name_of_a_session_or_key():
     place = WorkerPlace(number=1, urls=("a", "b"))
     assert [place.owner(name) for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")] == [
         1, 0, None, None, None, None,

@@ -29,7 +29,7 @@ def settings_in(folder: Path) -> CheckSettings:
     return CheckSettings(out=folder, work=folder, smoke=True, model="half", trained_model=None)
 
 
-def test_out_of_memory_names_what_was_asked_for_and_what_needs_less() -> None:
+def test_out_of_memory_names_the_requested_bytes_and_settings_that_need_less() -> None:
     failure = why_it_failed(f"starting\n{OUT_OF_MEMORY}\n", "--model small")
     assert failure.reason.startswith("out of memory: Tried to allocate 12.00 GiB")
     assert "3.50 GiB is free" in failure.reason
@@ -55,7 +55,7 @@ def test_a_kernel_that_does_not_build_names_its_compiler(line: str, compiler: st
     assert line in failure.last_lines
 
 
-def test_any_other_failure_is_its_last_line() -> None:
+def test_other_stage_failures_show_their_last_line() -> None:
     failure = why_it_failed("one\nAssertionError: 3 tensors were not what was sent\n\n", "")
     assert failure.reason == "AssertionError: 3 tensors were not what was sent"
 
@@ -68,19 +68,19 @@ def pretend_nvidia_smi(monkeypatch: pytest.MonkeyPatch, processes: str, used_mb:
     monkeypatch.setattr(card.subprocess, "run", run)
 
 
-def test_a_used_card_names_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_gpu_names_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_nvidia_smi(monkeypatch, "412, python3, 70123\n", "70500\n")
     assert "by pid 412 (python3, 70123 MB)" in str(card.why_busy())
     pretend_nvidia_smi(monkeypatch, "", "70500\n")
     assert "70500 MB" in str(card.why_busy())
 
 
-def test_a_process_that_needs_little_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_little_gpu_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_nvidia_smi(monkeypatch, "7, dcgm, [N/A]\n", "520\n")
     assert card.why_busy() is None
 
 
-def test_no_stage_is_run_on_a_used_card(
+def test_no_stage_runs_on_a_used_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SMOKE", raising=False)
@@ -89,7 +89,9 @@ def test_no_stage_is_run_on_a_used_card(
     assert "the card is used by pid 412" in capsys.readouterr().err
 
 
-def test_stages_that_no_longer_fit_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stages_that_no_longer_fit_into_the_time_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SMOKE", "1")
     arguments = ["flex", "loop", "--deadline", "5", "--out", str(tmp_path), "--work", str(tmp_path)]
     assert command.main(arguments) == 1
@@ -99,7 +101,7 @@ def test_stages_that_no_longer_fit_are_reported(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_ends_at_its_deadline_and_keeps_its_figures(
+def test_hung_stage_ends_at_its_deadline_and_keeps_its_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package = tmp_path / "gpu_check"
@@ -120,7 +122,7 @@ def test_a_stage_that_hangs_ends_at_its_deadline_and_keeps_its_figures(
     assert outcome.reason == "it did not end within 10 s; waiting for the engine"
 
 
-def test_the_record_is_whole_after_every_stage(tmp_path: Path) -> None:
+def test_gpu_record_is_complete_after_every_stage(tmp_path: Path) -> None:
     record = Record(tmp_path / "gpu.json")
     for number, name in enumerate(["flex", "engine"], 1):
         record.add(name, Outcome(state="passed", seconds=1.0, results=[{"figure": number}]))
@@ -137,7 +139,7 @@ def test_every_stage_has_its_module_and_its_line_in_the_readme() -> None:
         assert f"| `{name}` |" in readme
 
 
-def test_settings_survive_the_way_to_a_stage(tmp_path: Path) -> None:
+def test_stage_process_receives_its_settings(tmp_path: Path) -> None:
     from gpu_check.stage import _as_argument
 
     settings = settings_in(tmp_path)

@@ -16,7 +16,7 @@ from invrl.weights.checksums import checksums_of, copy_all
 from invrl.weights.multilinear import checksums_of_wholes
 
 
-def test_the_kernel_computes_the_same_numbers() -> None:
+def test_checksum_kernel_equals_the_cpu_checksum() -> None:
     """In a process of its own, because triton decides when it is imported whether it interprets."""
     program = """
         import torch
@@ -56,7 +56,7 @@ def test_the_kernel_computes_the_same_numbers() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_on_a_gpu_everything_is_copied_before_it_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_are_all_copied_and_then_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
     monkeypatch.setattr(checksums, "_BATCH_BYTES", 100)
     tensors = {f"{index}": torch.full((4, 2 + index), index + 0.5) for index in range(5)}
@@ -77,7 +77,7 @@ def test_on_a_gpu_everything_is_copied_before_it_is_hashed_once(monkeypatch: pyt
     assert [name for name in held if held[name] != copied[name]] == ["1"]
 
 
-def test_a_source_of_another_shape_is_not_spread_over_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_tensor_is_not_broadcast_over_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
     with pytest.raises(ValueError, match=r"x: a tensor .* does not fit"):
         copy_all({"x": torch.zeros(3)}, [("x", torch.zeros(1))], checksums_of_wholes)

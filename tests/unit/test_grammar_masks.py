@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_training_samples import rollout, turn
+from handmade_rollouts import rollout, turn
 from tiny_model import make_tiny_model
 from training_rows import training_rows
 from transformers import AutoTokenizer
@@ -43,7 +43,7 @@ def tokens(kept: bytes) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(kept, np.uint8), bitorder="little")).tolist())
 
 
-def test_each_place_keeps_what_may_come_there(model: Path, masks: GrammarMasks) -> None:
+def test_grammar_mask_keeps_the_tokens_allowed_at_each_position(model: Path, masks: GrammarMasks) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [*tokenizer.encode("7!", add_special_tokens=False), END]
     first, second, last = masks.allowed(span(DIGITS, ids), np.array(ids, np.int32))
@@ -54,12 +54,12 @@ def test_each_place_keeps_what_may_come_there(model: Path, masks: GrammarMasks) 
     assert tokens(last) == {END}
 
 
-def test_a_token_outside_of_its_grammar_is_told(masks: GrammarMasks) -> None:
+def test_token_outside_of_its_grammar_is_an_error(masks: GrammarMasks) -> None:
     with pytest.raises(TrainError, match="token 2 at 0 of 1 is not allowed"):
         masks.allowed(span(SCHEMA, [END]), np.array([END], np.int32))
 
 
-def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: GrammarMasks) -> None:
+def test_row_has_masks_only_at_its_forced_tokens(model: Path, masks: GrammarMasks) -> None:
     """A forced turn, a free one, and a forced one whose answer never arrived."""
     ids = [*AutoTokenizer.from_pretrained(model).encode("42!", add_special_tokens=False), END]
     forced = replace(turn("a", None, [10, 11], ids), constrained=True, grammar=DIGITS)
@@ -85,9 +85,10 @@ def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
     return Row(tokens_T=np.array(ids, np.int32), wanted_N=wanted_N, temperature=1.0, allowed_N=kept)
 
 
-def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None:
+def test_logits_are_shared_only_between_equal_masks() -> None:
     """Equal tokens, chosen freely, under one grammar, and under another."""
-    one, other = b"\xff\x00", b"\x0f\x00"
+    one = b"\xff\x00"
+    other = b"\x0f\x00"
     data = [
         row([1, 2, 3]),
         row([1, 2, 3], (one, None)),
@@ -109,7 +110,7 @@ def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None
     assert len(packed.project_U) == 3 + 2  # of the first token: free, one, other; of the second: free, one
 
 
-def test_a_sample_without_grammars_asks_for_none() -> None:
+def test_sample_without_grammars_loads_no_tokenizer() -> None:
     """No tokenizer is loaded: the folder is not there."""
     array_T = np.zeros(3, np.float32)
     sample = TrainSample(

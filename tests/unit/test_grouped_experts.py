@@ -17,7 +17,7 @@ from invrl.train.megatron_repairs import best_of_best_groups
     data=st.data(),
 )
 @settings(deadline=None)
-def test_a_group_counts_by_its_two_best(
+def test_expert_group_is_scored_by_its_two_best_experts(
     tokens: int, groups: int, size: int, seed: int, data: st.DataObject
 ) -> None:
     chosen_groups = data.draw(st.integers(1, groups))

@@ -45,7 +45,9 @@ def check(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("layout", [separate, side_by_side])
-def test_products_and_gradients_are_those_of_each_group(layout, name: str, dtype: torch.dtype) -> None:
+def test_grouped_products_and_gradients_equal_those_of_each_group(
+    layout, name: str, dtype: torch.dtype
+) -> None:
     sizes = SIZES[name]
     weights = [weight.requires_grad_() for weight in layout(len(sizes), dtype)]
     generator = torch.Generator().manual_seed(2)
@@ -69,7 +71,7 @@ def test_products_and_gradients_are_those_of_each_group(layout, name: str, dtype
         check(weight_gradient, gradient.t(), rows)
 
 
-def test_a_gradient_that_the_kernel_leaves_unwritten_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_left_unwritten_by_the_kernel_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs of compute capability 10.0: of a group without rows."""
     sizes = SIZES["some empty"]
     weights = [weight.requires_grad_() for weight in separate(len(sizes), torch.float32)]
@@ -108,7 +110,7 @@ def test_weights_at_equal_distances_are_not_copied() -> None:
         ),
     ],
 )
-def test_other_weights_are_copied(weights: list[torch.Tensor]) -> None:
+def test_weights_at_unequal_distances_are_copied(weights: list[torch.Tensor]) -> None:
     stack = stacked(weights)
     assert stack.data_ptr() != weights[0].data_ptr()
     assert torch.equal(stack, torch.stack(weights))

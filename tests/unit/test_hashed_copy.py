@@ -18,13 +18,13 @@ from invrl.weights.tensor_spec import checksum, copy_hashed
     ],
     ids=["bfloat16", "transposed", "empty", "scalar"],
 )
-def test_bytes_and_checksum(source: torch.Tensor) -> None:
+def test_hashed_copy_returns_the_checksum_of_the_copied_bytes(source: torch.Tensor) -> None:
     target = torch.full_like(source, 7, memory_format=torch.contiguous_format)
     assert copy_hashed(target, source) == checksum(source)
     assert torch.equal(target, source)
 
 
-def test_a_target_with_gaps_and_another_dtype() -> None:
+def test_hashed_copy_into_a_strided_target_of_another_dtype() -> None:
     """The checksum is that of the target's bytes."""
     whole = torch.zeros(6, 8, dtype=torch.bfloat16)
     source = torch.randn(6, 4)
@@ -32,6 +32,6 @@ def test_a_target_with_gaps_and_another_dtype() -> None:
     assert torch.equal(whole[:, 2:6], source.bfloat16())
 
 
-def test_another_shape_is_refused() -> None:
+def test_hashed_copy_refuses_another_shape() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         copy_hashed(torch.zeros(3), torch.zeros(1))

@@ -23,7 +23,7 @@ def lines(error: BaseException) -> list[str]:
     return found
 
 
-def test_what_an_actor_raised_is_told_without_ray_s_traceback() -> None:
+def test_actor_error_is_printed_without_rays_traceback() -> None:
     cause = IdenticalFailuresError("all 32 rollouts so far failed", fix="correct what it names")
     wrapped = RayTaskError("\x1b[36mray::BufferActor.take()\x1b[39m", OF_RAY, cause).as_instanceof_cause()
     assert isinstance(wrapped, InvrlError)
@@ -31,7 +31,7 @@ def test_what_an_actor_raised_is_told_without_ray_s_traceback() -> None:
     assert lines(wrapped) == ["all 32 rollouts so far failed", f"  fix: correct what it names; log: {LOG}"]
 
 
-def test_the_last_fix_is_the_error_s_own() -> None:
+def test_last_line_shows_the_fix_of_the_error() -> None:
     error = IdenticalFailuresError("all failed: returned 'x'. Fix: return a float. at a.py:1", fix="mend it")
     assert lines(error) == [
         "all failed: returned 'x'. Fix: return a float. at a.py:1",
@@ -39,7 +39,7 @@ def test_the_last_fix_is_the_error_s_own() -> None:
     ]
 
 
-def test_an_error_of_a_library_in_an_actor() -> None:
+def test_library_error_in_an_actor_is_printed_in_one_line() -> None:
     wrapped = RayTaskError("take()", OF_RAY, KeyError("no such field")).as_instanceof_cause()
     assert lines(wrapped) == ["KeyError: 'no such field'", f"  log: {LOG}"]
 
@@ -62,16 +62,16 @@ def test_an_error_of_a_library_in_an_actor() -> None:
         ),
     ],
 )
-def test_one_of_ours_is_one_line(error: InvrlError, told: str) -> None:
+def test_invrl_error_is_printed_in_one_line(error: InvrlError, told: str) -> None:
     assert lines(error) == [told, f"  log: {LOG}"]
 
 
-def test_a_fix_stands_with_the_log() -> None:
+def test_fix_is_printed_next_to_the_log_path() -> None:
     error = DamagedFileError(Path("/runs/a/run.sqlite"), "it is gone", "begin a new run")
     assert lines(error) == ["/runs/a/run.sqlite: it is gone", f"  fix: begin a new run; log: {LOG}"]
 
 
-def test_a_bug_of_ours_says_where() -> None:
+def test_internal_error_names_its_file_and_line() -> None:
     try:
         {}["x"]
     except KeyError as error:

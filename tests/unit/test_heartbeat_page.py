@@ -49,7 +49,7 @@ def silent_after(watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: f
     return found
 
 
-def test_the_end_of_the_run_is_told_beside_the_beats(page: HeartbeatPage):
+def test_heartbeat_page_also_holds_the_end_of_the_run(page: HeartbeatPage):
     assert not page.run_has_ended()
     for place in (SUPERVISOR, *PLACES):
         page.beat(place)
@@ -61,7 +61,7 @@ def test_the_end_of_the_run_is_told_beside_the_beats(page: HeartbeatPage):
     assert [page.hung(place) for place in PLACES] == [1, 1]
 
 
-def test_only_who_stops_beating_is_silent_and_not_before_its_time(page: HeartbeatPage):
+def test_only_a_process_without_beats_is_silent_after_its_timeout(page: HeartbeatPage):
     watch, clock = watched(page)
     for place in PLACES:
         page.beat(place)
@@ -76,13 +76,13 @@ def test_only_who_stops_beating_is_silent_and_not_before_its_time(page: Heartbea
     assert watch.silent() == []
 
 
-def test_a_process_may_take_longer_to_its_first_beat(page: HeartbeatPage):
+def test_first_beat_of_a_process_may_take_longer(page: HeartbeatPage):
     watch, clock = watched(page)
     assert silent_after(watch, clock, START_ALLOWANCE_S - 1) == []
     assert silent_after(watch, clock, 2) == PLACES
 
 
-def test_who_takes_the_place_of_a_silent_one_begins_anew(page: HeartbeatPage):
+def test_successor_of_a_silent_process_starts_with_a_new_timeout(page: HeartbeatPage):
     watch, clock = watched(page)
     page.beat(PLACES[0])
     page.beat(PLACES[1])
@@ -99,7 +99,7 @@ def test_who_takes_the_place_of_a_silent_one_begins_anew(page: HeartbeatPage):
     assert silent_after(watch, clock, TIMEOUT_S + 1) == PLACES
 
 
-def test_time_in_which_the_watcher_itself_stood_still_accuses_nobody(page: HeartbeatPage):
+def test_time_in_which_the_watcher_slept_does_not_count(page: HeartbeatPage):
     watch, clock = watched(page)
     for place in PLACES:
         page.beat(place)
@@ -111,9 +111,10 @@ def test_time_in_which_the_watcher_itself_stood_still_accuses_nobody(page: Heart
     assert silent_after(watch, clock, TIMEOUT_S) == PLACES, "it was awake for long enough now"
 
 
-def test_the_page_is_one_for_all_processes_that_hold_its_file(page: HeartbeatPage):
+def test_processes_with_the_same_file_share_the_heartbeat_page(page: HeartbeatPage):
     file = HeartbeatPage.create(workers=2)
-    mine, theirs = HeartbeatPage(file, workers=2), HeartbeatPage(file, workers=2)
+    mine = HeartbeatPage(file, workers=2)
+    theirs = HeartbeatPage(file, workers=2)
     pid = os.fork()
     if pid == 0:
         theirs.beat(SUPERVISOR)
@@ -127,5 +128,5 @@ def test_the_page_is_one_for_all_processes_that_hold_its_file(page: HeartbeatPag
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 8.0, 30.0, 3600.0])
-def test_there_are_several_beats_in_the_time_allowed(timeout_s: float):
+def test_beat_interval_is_a_fraction_of_the_timeout(timeout_s: float):
     assert 0 < beat_interval_s(timeout_s) <= timeout_s / 8

@@ -49,7 +49,7 @@ def inputs_without_numbers() -> LossInputs:
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_an_objective_reads_no_number(settings: dict[str, Any]) -> None:
+def test_computing_an_objective_does_not_wait_for_the_gpu(settings: dict[str, Any]) -> None:
     outputs = objective_of(AlgorithmConfig.model_validate(settings))(inputs_without_numbers())
     check_outputs("rl", outputs)
     outputs.loss.backward()
@@ -58,13 +58,13 @@ def test_an_objective_reads_no_number(settings: dict[str, Any]) -> None:
         outputs.metrics["loss"].value()
 
 
-def test_the_values_loss_reads_no_number() -> None:
+def test_computing_the_value_loss_does_not_wait_for_the_gpu() -> None:
     values_N = torch.zeros(3, device="meta", requires_grad=True)
     old_N = torch.zeros(3, device="meta")
     value_loss(values_N, old_N, old_N, clip=0.2, tokens=3.0).loss.backward()
 
 
-def test_metrics_are_those_of_the_tensors() -> None:
+def test_deferred_metrics_have_the_values_of_their_tensors() -> None:
     metrics = token_metrics(
         {"mean": torch.tensor([1.0, 2.0]), "of_one": torch.tensor([5.0]), "of_none": torch.empty(0)},
         {"most": torch.tensor([0.5, 3.0]), "most_of_none": torch.empty(0)},

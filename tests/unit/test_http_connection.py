@@ -68,7 +68,7 @@ async def ask(http: HttpConnections) -> tuple[int, bytes]:
         return answer.status, await answer.read()
 
 
-def test_a_connection_is_used_again(run):
+def test_idle_connection_is_reused(run):
     async def test():
         refusal = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\n\r\nno"
         server = Server([WHOLE], [WHOLE[:20], WHOLE[20:41], WHOLE[41:]], [refusal], [CHUNKED, b"0\r\n\r\n"])
@@ -88,7 +88,7 @@ def test_a_connection_is_used_again(run):
     run(test)
 
 
-def test_calls_at_a_time_have_a_connection_each(run):
+def test_concurrent_calls_have_one_connection_each(run):
     async def test():
         gate = asyncio.Event()
         server = Server([gate, WHOLE], [WHOLE], [WHOLE])
@@ -105,7 +105,7 @@ def test_calls_at_a_time_have_a_connection_each(run):
     run(test)
 
 
-def test_pieces_come_as_they_are_sent(run):
+def test_streamed_pieces_arrive_as_they_are_sent(run):
     async def test():
         gate = asyncio.Event()
         async with Server([CHUNKED, b"3\r\none\r\n", gate, b"3\r\ntwo\r\n0\r\n\r\n"]).running() as http:
@@ -119,7 +119,7 @@ def test_pieces_come_as_they_are_sent(run):
     run(test)
 
 
-def test_who_leaves_early_closes_the_connection(run):
+def test_leaving_a_stream_early_closes_its_connection(run):
     async def test():
         server = Server([CHUNKED, b"3\r\none\r\n", never := asyncio.Event(), b"x"], [WHOLE])
         async with server.running() as http:
@@ -143,7 +143,7 @@ def test_who_leaves_early_closes_the_connection(run):
         ([b"220 smtp.example.com ESMTP\r\n"], "no HTTP/1.1"),
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error(run, answer, reason):
+def test_broken_off_response_is_an_error(run, answer, reason):
     async def test():
         server = Server(answer, [WHOLE])
         async with server.running() as http:
@@ -155,7 +155,7 @@ def test_an_answer_that_breaks_off_is_an_error(run, answer, reason):
 
 
 @pytest.mark.parametrize("more", [b"more", WHOLE, WHOLE + WHOLE])
-def test_more_than_was_asked_for_ends_with_its_connection(run, more):
+def test_surplus_bytes_of_a_response_close_its_connection(run, more):
     async def test():
         server = Server([WHOLE + more], [WHOLE])
         async with server.running() as http:
@@ -165,7 +165,7 @@ def test_more_than_was_asked_for_ends_with_its_connection(run, more):
     run(test)
 
 
-def test_an_answer_that_nobody_read_is_not_the_next_ones(run):
+def test_unread_response_is_not_returned_to_the_next_request(run):
     async def test():
         server = Server([WHOLE.replace(b"hello", b"stale")], [WHOLE])
         async with server.running() as http:
@@ -177,7 +177,7 @@ def test_an_answer_that_nobody_read_is_not_the_next_ones(run):
     run(test)
 
 
-def test_what_the_server_has_closed_or_is_old_is_not_used_again(run):
+def test_closed_or_old_connection_is_not_reused(run):
     async def test():
         closing = WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
         server = Server([closing], [WHOLE, None], [WHOLE])
@@ -196,7 +196,7 @@ def test_what_the_server_has_closed_or_is_old_is_not_used_again(run):
     run(test)
 
 
-def test_nobody_listens(run):
+def test_refused_connection_is_an_http_error(run):
     async def test():
         async with Server().running() as http:
             pass

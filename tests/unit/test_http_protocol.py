@@ -42,7 +42,7 @@ class Wire:
         return name
 
 
-async def test_writes_of_one_turn_of_the_loop_leave_together():
+async def test_writes_of_one_event_loop_turn_are_sent_together():
     wire = Wire()
     transport = _CoalescingTransport(wire, 30.0)  # type: ignore[arg-type]
     transport.write(b"head ")
@@ -56,7 +56,7 @@ async def test_writes_of_one_turn_of_the_loop_leave_together():
     assert transport.get_extra_info("peername") == "peername"
 
 
-async def test_closing_writes_what_was_held_first():
+async def test_closing_sends_held_bytes_first():
     wire = Wire()
     transport = _CoalescingTransport(wire, 30.0)  # type: ignore[arg-type]
     transport.write(b"last")
@@ -80,7 +80,11 @@ class Server:
     @property
     def protocols(self) -> list[LimitedHttpProtocol]:
         """Of the open connections."""
-        return [one for one in self._server.server_state.connections if isinstance(one, LimitedHttpProtocol)]
+        return [
+            connection
+            for connection in self._server.server_state.connections
+            if isinstance(connection, LimitedHttpProtocol)
+        ]
 
     async def __aenter__(self) -> Server:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))
@@ -131,7 +135,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
     ],
     ids=["silent", "an empty line", "a head's beginning", "a later head's beginning", "a later empty line"],
 )
-async def test_a_connection_without_a_whole_head_is_closed(sent: bytes, answered: bytes):
+async def test_connection_without_a_complete_head_is_closed(sent: bytes, answered: bytes):
     async with Server(fine, head_timeout_s=0.3) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         async with asyncio.timeout(60):
@@ -143,7 +147,7 @@ async def test_a_connection_without_a_whole_head_is_closed(sent: bytes, answered
             assert (await reader.read(-1))[: len(answered)] == answered
 
 
-async def test_a_body_is_not_held_to_the_time_of_a_head():
+async def test_body_may_take_longer_than_the_head_timeout():
     arrived = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +168,7 @@ async def test_a_body_is_not_held_to_the_time_of_a_head():
 
 
 @pytest.mark.parametrize("line", [b"x: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
-async def test_a_head_without_end_is_refused(line: bytes):
+async def test_endless_head_is_refused(line: bytes):
     async with Server(fine) as server:
         pieces = [b"GET / HTTP/1.1\r\nhost: x\r\nz: ", *[line * 10] * 1000]
         answer = await answer_to(server, *pieces)
@@ -179,7 +183,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\
     [(b"0\r\n", b"x: y\r\n"), (b"0\r\nx: ", b"yyyyyy"), (b"1;x=", b"yyyyyy")],
     ids=["trailers", "one trailer", "the length of a chunk"],
 )
-async def test_what_is_neither_head_nor_body_has_an_end(begin: bytes, line: bytes):
+async def test_endless_chunk_headers_and_trailers_close_the_connection(begin: bytes, line: bytes):
     """The handler has not answered: nothing else closes the connection, and nobody has seen a key."""
     heads: list[list[tuple[bytes, bytes]]] = []
 
@@ -195,7 +199,7 @@ async def test_what_is_neither_head_nor_body_has_an_end(begin: bytes, line: byte
         assert [name for name, _ in head] == [b"host", b"transfer-encoding"]
 
 
-async def test_a_body_in_small_chunks_is_read_whole():
+async def test_body_in_small_chunks_is_read_completely():
     """More bytes around the body than in it."""
     chunks = [b"1\r\na\r\n" * 10_000] * 20
     async with Server(fine) as server:
@@ -206,7 +210,7 @@ async def test_a_body_in_small_chunks_is_read_whole():
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_large_body_in_one_piece_is_no_head():
+async def test_large_body_in_one_piece_does_not_count_as_a_head():
     async with Server(fine) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         async with asyncio.timeout(60):
@@ -239,7 +243,7 @@ class Flood:
             pass
 
 
-async def test_the_handler_of_a_client_that_stops_reading_ends():
+async def test_handler_ends_if_its_client_stops_reading():
     flood = Flood()
     async with Server(flood, write_timeout_s=0.3) as server:
         client = socket.create_connection(server.address)
@@ -249,7 +253,7 @@ async def test_the_handler_of_a_client_that_stops_reading_ends():
         client.close()
 
 
-async def test_a_slow_client_that_goes_on_reading_is_served():
+async def test_slow_reading_client_is_served():
     flood = Flood()
     async with Server(flood) as server:
         client = socket.create_connection(server.address)
@@ -267,7 +271,7 @@ async def test_a_slow_client_that_goes_on_reading_is_served():
         client.close()
 
 
-async def test_what_a_closed_connection_has_not_read_is_thrown_away_in_the_end():
+async def test_bytes_unread_by_a_closing_client_are_discarded_after_a_timeout():
     aborted = asyncio.Event()
 
     class Full(Wire):

@@ -34,7 +34,7 @@ def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     sys.modules.pop("my_agent", None)
 
 
-def test_it_writes_the_files_of_the_page(project: Path, model: Path) -> None:
+def test_init_writes_the_files_of_the_tutorial(project: Path, model: Path) -> None:
     assert sorted(path.name for path in project.iterdir()) == sorted(
         [*COPIED_FILES, SETTINGS_FILE, "README.md"]
     )
@@ -46,7 +46,7 @@ def test_it_writes_the_files_of_the_page(project: Path, model: Path) -> None:
     assert config.model_copy(update={"model": shipped.model}) == shipped
 
 
-def test_doctor_finds_nothing_wrong_with_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_a_new_project(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", "--config", SETTINGS_FILE])
     report = capsys.readouterr().out
     failed = [line for line in report.splitlines() if line.startswith("FAILED")]
@@ -57,7 +57,7 @@ def test_doctor_finds_nothing_wrong_with_it(project: Path, capsys: pytest.Captur
         assert f"ok       {check}" in report
 
 
-def test_a_folder_that_holds_something_is_refused_and_left_alone(
+def test_init_refuses_a_folder_that_is_not_empty_and_leaves_it_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
@@ -68,7 +68,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_an_empty_folder_is_taken_and_a_missing_model_is_named_with_its_command(
+def test_init_accepts_an_empty_folder_and_names_the_command_for_a_missing_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("INVRL_CACHE", str(tmp_path / "cache"))
@@ -81,6 +81,6 @@ def test_an_empty_folder_is_taken_and_a_missing_model_is_named_with_its_command(
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--no-such-flag"]])
-def test_it_takes_one_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_takes_exactly_one_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", *arguments]) == 2
     assert "it takes one folder" in capsys.readouterr().err

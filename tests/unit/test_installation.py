@@ -29,9 +29,7 @@ CONFIGS = ROOT / "invrl" / "presets"
 SITE = Path(sysconfig.get_path("purelib"))
 
 
-def test_a_preset_is_found_by_its_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preset_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.toml"))
     for name in preset_names():
@@ -40,7 +38,7 @@ def test_a_preset_is_found_by_its_name_from_any_folder(
     assert resolve(*parse_flags(["--config", "quickstart"])).run.num_steps == 77, "a file of that name wins"
 
 
-def test_the_path_of_a_preset_that_is_not_here_is_answered_with_its_name(
+def test_path_of_a_preset_outside_of_a_checkout_suggests_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,7 +48,7 @@ def test_the_path_of_a_preset_that_is_not_here_is_answered_with_its_name(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_told_before_the_template_that_needs_it(
+def test_missing_package_is_reported_before_the_template_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As transformers puts it when it has to render and jinja2 is not installed."""
@@ -76,7 +74,7 @@ def test_a_missing_package_is_told_before_the_template_that_needs_it(
     assert "nobody-has-it is missing" in capsys.readouterr().err
 
 
-def test_the_command_that_an_error_names_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_named_by_an_error_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = installation.install_command(gpu=False).split()[-1]
     assert os.access(script, os.X_OK), "a checkout's"
     monkeypatch.setattr(installation, "_INSTALL_SCRIPT", tmp_path / "install.sh")  # as in an installed wheel
@@ -84,7 +82,7 @@ def test_the_command_that_an_error_names_is_there(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_an_installed_wheel_is_completed_with_files_of_its_own(device: str) -> None:
+def test_install_steps_use_requirement_files_of_the_package(device: str) -> None:
     with_dependencies, without = installation.install_steps(device)
     assert with_dependencies[-1] == f"invrl[{device}]"
     assert "--no-deps" in without
@@ -94,14 +92,14 @@ def test_an_installed_wheel_is_completed_with_files_of_its_own(device: str) -> N
         assert Path(file).is_file()
 
 
-def test_an_install_that_fails_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_install_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = [sys.executable, "-c", "import sys; sys.exit(3)"]
     monkeypatch.setattr(installation, "install_steps", lambda device: [failing])
     with pytest.raises(ConfigError, match="exit code 3"):
         installation.install("cpu")
 
 
-def test_without_pip_and_uv_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pip_and_uv_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="ensurepip"):
@@ -110,7 +108,7 @@ def test_without_pip_and_uv_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert installation.install_steps("cpu")[0][:3] == ["/somewhere/uv", "pip", "install"]
 
 
-def test_the_command_takes_the_device_that_is_there_or_given(
+def test_install_command_uses_the_found_or_given_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devices: list[str] = []

@@ -59,7 +59,8 @@ except KeyboardInterrupt:
 class Program(subprocess.Popen[str]):
     def __init__(self, body: str, *, before: str = "", after: str = "", deadline: float = 600) -> None:
         code = PROGRAM.format(body=body, before=before, after=after, deadline=deadline)
-        pipe, root = subprocess.PIPE, Path(__file__).parents[2]
+        pipe = subprocess.PIPE
+        root = Path(__file__).parents[2]
         super().__init__(
             [sys.executable, "-c", code],
             env=os.environ | {"PYTHONPATH": str(root)}, process_group=0,
@@ -117,7 +118,7 @@ IN_ORDER = """
 
 
 @pytest.mark.parametrize("first", KINDS)
-def test_the_first_interrupt_begins_the_clean_up_and_no_later_one_cuts_it_short(
+def test_first_interrupt_starts_the_clean_up_and_later_interrupts_do_not_cut_it_short(
     first: signal.Signals, start: Start
 ) -> None:
     program = start(IN_ORDER)
@@ -131,7 +132,7 @@ def test_the_first_interrupt_begins_the_clean_up_and_no_later_one_cuts_it_short(
     assert f"kill -9 {program.pid}" in err
 
 
-def test_a_first_interrupt_in_a_clean_up_does_not_cut_it_short(start: Start) -> None:
+def test_first_interrupt_during_a_clean_up_does_not_cut_it_short(start: Start) -> None:
     program = start("""
     async with interrupts.CleanUp() as stack:
         stack.push_async_callback(clean_up)
@@ -142,16 +143,14 @@ def test_a_first_interrupt_in_a_clean_up_does_not_cut_it_short(start: Start) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_where_no_loop_runs_the_first_interrupt_ends_at_once(
-    where: str, kind: signal.Signals, start: Start
-) -> None:
+def test_interrupt_without_an_event_loop_ends_at_once(where: str, kind: signal.Signals, start: Start) -> None:
     program = start("pass", **{where: "say('there'); sys.stdin.readline(); say('no')"})
     program.says("there")
     program.interrupt(kind)
     assert program.end() == (130, "", "")
 
 
-def test_a_clean_up_that_does_not_end_is_ended_and_says_what_it_waited_for(start: Start) -> None:
+def test_endless_clean_up_is_killed_and_its_wait_is_named(start: Start) -> None:
     """The deadline passes when the clean-up waits."""
     program = start(
         IN_ORDER.replace("clean_up()", "(asyncio.gather(told()), begun.set())[0]"),
@@ -169,7 +168,7 @@ def test_a_clean_up_that_does_not_end_is_ended_and_says_what_it_waited_for(start
     assert "in run_until_complete" in err, "where each thread was"
 
 
-def test_a_server_is_not_told_what_the_group_is(start: Start, tmp_path: Path) -> None:
+def test_interrupt_of_the_process_group_does_not_reach_a_server(start: Start, tmp_path: Path) -> None:
     program = start(f"""
     async with interrupts.CleanUp() as stack:
         server = ServerProcess("one", ["sleep", "1000"], log=Path({str(tmp_path / "log")!r}))
@@ -184,10 +183,13 @@ def test_a_server_is_not_told_what_the_group_is(start: Start, tmp_path: Path) ->
     assert program.end()[0] == 130
 
 
-def test_a_signal_just_before_the_loop_waits_ends_the_wait() -> None:
+def test_signal_just_before_the_event_loop_waits_wakes_the_loop() -> None:
     """Without the waking, 7 of 1,000 signals at such a moment were not seen until something else happened."""
-    loop, main = asyncio.new_event_loop(), threading.main_thread().ident
-    seen, handled, source = asyncio.Event(), threading.Event(), random.Random(0)
+    loop = asyncio.new_event_loop()
+    main = threading.main_thread().ident
+    seen = asyncio.Event()
+    handled = threading.Event()
+    source = random.Random(0)
     before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
     assert main is not None
 
@@ -229,7 +231,7 @@ interrupts.time = types.SimpleNamespace(sleep=sleep)
 """
 
 
-def test_what_is_done_before_the_end_may_put_the_deadline_off(start: Start) -> None:
+def test_final_work_may_extend_the_clean_up_deadline(start: Start) -> None:
     """The deadline passes while the work that asked for more time goes on: it is waited for once more."""
     program = start(
         """

@@ -50,18 +50,20 @@ class ScriptedModel:
         (None, "stop", 0.0),
     ],
 )
-async def test_rewards(text: str | None, finish_reason: str, reward: float) -> None:
+async def test_json_addition_reward_follows_from_the_reply(
+    text: str | None, finish_reason: str, reward: float
+) -> None:
     result = await json_addition.rollout(TASK, ScriptedModel(text, finish_reason))  # type: ignore[arg-type]
     assert (result.reward, result.output) == (reward, text or "")
 
 
-async def test_true_is_not_one() -> None:
+async def test_json_true_does_not_count_as_1() -> None:
     task = Task(id="x", payload={"a": 0, "b": 1}, label=1)
     result = await json_addition.rollout(task, ScriptedModel('{"answer": true}'))  # type: ignore[arg-type]
     assert result.reward == 0.0
 
 
-async def test_the_model_is_shown_one_worked_example_that_no_split_has() -> None:
+async def test_worked_example_is_in_no_split() -> None:
     model = ScriptedModel("")
     await json_addition.rollout(TASK, model)  # type: ignore[arg-type]
     (request,) = model.asked
@@ -74,7 +76,7 @@ def pairs(split: str, seed: int, n: int = 2000) -> set[tuple[int, int]]:
     return {tuple(sorted((task.payload["a"], task.payload["b"]))) for task in tasks}  # type: ignore[misc]
 
 
-def test_splits_share_no_pair_and_miss_none_but_the_example() -> None:
+def test_splits_share_no_pair_and_contain_all_but_the_example() -> None:
     train = pairs("train", 1)
     for seed in range(5):
         assert not train & pairs("eval", seed)
@@ -82,7 +84,7 @@ def test_splits_share_no_pair_and_miss_none_but_the_example() -> None:
     assert train | pairs("eval", 0) == everything - {(12, 13)}
 
 
-def test_eval_is_finite_and_distinct_train_goes_on_and_labels_are_sums() -> None:
+def test_eval_split_is_finite_and_distinct_and_train_split_is_endless() -> None:
     held = list(json_addition.task_source("eval", 0))
     assert len(held) == len({task.id for task in held}) == 69
     once = 20 * 20 - 2 - len(held)
@@ -93,7 +95,7 @@ def test_eval_is_finite_and_distinct_train_goes_on_and_labels_are_sums() -> None
         assert task.label == task.payload["a"] + task.payload["b"]  # type: ignore[operator]
 
 
-def test_the_seed_orders_the_tasks() -> None:
+def test_order_of_tasks_depends_only_on_the_seed() -> None:
     for split in ("train", "eval"):
         a, b, c = ([t.id for t in islice(json_addition.task_source(split, s), 50)] for s in (3, 3, 4))
         assert a == b != c

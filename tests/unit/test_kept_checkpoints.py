@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from crash_at import CrashAt
+from folder_trainer import NO_MODEL, names, trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from test_saved_model import NO_MODEL, names, trainer
 
 from invrl.errors import ConfigError
 from invrl.run.checkpoint import Checkpoint, check_served, keep_model
@@ -34,11 +34,13 @@ SCORES = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9}
         (9, 1, {1, 2, 3, 4, 5}),
     ],
 )
-def test_the_newest_stay_and_the_best_of_the_others(newest: int, best: int, kept: set[int]) -> None:
+def test_newest_checkpoints_and_the_best_of_the_older_ones_are_kept(
+    newest: int, best: int, kept: set[int]
+) -> None:
     assert kept_steps([3, 1, 5, 2, 4], newest=newest, best=best, scores=SCORES) == kept
 
 
-def test_a_checkpoint_without_a_score_is_not_among_the_best() -> None:
+def test_checkpoint_without_a_score_is_not_kept_as_best() -> None:
     assert kept_steps([1, 2, 3], newest=1, best=2, scores={2: -1.0}) == {2, 3}
 
 
@@ -48,7 +50,7 @@ def test_a_checkpoint_without_a_score_is_not_among_the_best() -> None:
     st.integers(0, 5),
     st.dictionaries(st.integers(0, 50), st.floats(allow_nan=False)),
 )
-def test_what_a_resume_needs_always_stays(
+def test_newest_checkpoint_is_always_kept(
     steps: set[int], newest: int, best: int, scores: dict[int, float]
 ) -> None:
     kept = kept_steps(steps, newest=newest, best=best, scores=scores)
@@ -82,7 +84,7 @@ def best_by(**tables: dict[str, str | int]) -> str:
     return resolve(Source(name="test", tables=tables)).best_checkpoints_by
 
 
-def test_by_default_the_held_out_score_decides_where_there_is_one() -> None:
+def test_held_out_score_decides_by_default() -> None:
     assert best_by() == "reward"
     evaluated: dict[str, str | int] = {"eval_interval": 1, "eval_tasks": 2}
     assert best_by(rollout=evaluated) == "held_out"
@@ -96,7 +98,7 @@ async def save(checkpoints: Checkpoints, *steps: int) -> None:
         await checkpoints.save(trainer(f"weights {step}"), step, b"the buffer")
 
 
-async def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+async def test_best_checkpoint_is_kept_with_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1, read_scores=lambda: SCORES)
     await save(checkpoints, 1, 2, 3)
     assert names(tmp_path) == ["step-000002", "step-000003"]
@@ -104,7 +106,7 @@ async def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000004", "step-000005"]
 
 
-async def test_a_model_whose_path_was_told_stays_without_its_optimizer(tmp_path: Path) -> None:
+async def test_model_in_use_is_kept_without_its_optimizer(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     await save(checkpoints, 2)
     told = Checkpoint(step=2, path=tmp_path / "step-000002")
@@ -121,7 +123,7 @@ async def test_a_model_whose_path_was_told_stays_without_its_optimizer(tmp_path:
     assert newest.step == 6
 
 
-async def test_a_saved_model_whose_path_was_told_is_passed_and_stays(tmp_path: Path) -> None:
+async def test_saved_model_in_use_is_kept_when_checkpoints_pass_its_step(tmp_path: Path) -> None:
     """Also where a later incarnation saves that step again."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     model = await checkpoints.save_model(trainer("weights 3"), 3)
@@ -133,7 +135,7 @@ async def test_a_saved_model_whose_path_was_told_is_passed_and_stays(tmp_path: P
 
 
 @pytest.mark.parametrize("crash_at", range(1, 30))
-async def test_a_crash_while_old_ones_are_removed_leaves_only_whole_ones(
+async def test_crash_while_removing_old_checkpoints_leaves_only_whole_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
     """Steps 1 and 3 go when 5 is saved; the model of step 3 stays."""

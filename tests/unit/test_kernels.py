@@ -17,7 +17,7 @@ from invrl.train.kernels import Kernels
         (True, 64, {"apex", "transformer_engine"}, "FlexAttention", "TransformerEngine's FusedAdam"),
     ],
 )
-def test_the_best_that_is_installed_is_named(
+def test_best_installed_kernels_are_named(
     monkeypatch: pytest.MonkeyPatch,
     on_cuda: bool,
     head_dim: int,
@@ -46,12 +46,12 @@ def test_the_best_that_is_installed_is_named(
         (False, "bfloat16", "a product for each expert"),
     ],
 )
-def test_what_computes_the_experts_is_named(on_cuda: bool, dtype: str, implementation: str) -> None:
+def test_kernel_of_the_experts_is_named(on_cuda: bool, dtype: str, implementation: str) -> None:
     kernels = Kernels.of(head_dim=64, has_experts=True, dtype=dtype, on_cuda=on_cuda)
     assert f"experts: torch grouped_mm, {implementation}" in str(kernels)
 
 
-def test_megatron_takes_the_optimizer_that_is_named() -> None:
+def test_megatron_uses_the_named_optimizer() -> None:
     from invrl.train import device
 
     device.prepare()

@@ -6,7 +6,7 @@ from invrl.engines.kv_versions import key_of_changes
 
 
 @pytest.mark.parametrize("own", [None, "", "an adapter"])
-def test_a_key_names_the_changes_and_keeps_what_the_request_had(own: str | None) -> None:
+def test_cache_key_appends_the_weight_changes_to_the_requests_own_key(own: str | None) -> None:
     first = key_of_changes(own, 0)
     second = key_of_changes(first, 1)
     assert first != second
@@ -14,5 +14,5 @@ def test_a_key_names_the_changes_and_keeps_what_the_request_had(own: str | None)
     assert second.startswith(own or "")
 
 
-def test_two_adapters_have_two_keys() -> None:
+def test_adapters_have_different_cache_keys() -> None:
     assert key_of_changes("one", 3) != key_of_changes("other", 3)

@@ -35,16 +35,16 @@ def said(expression: object, result: str, answer: str, finish: str = "stop") -> 
         ([HumanMessage("?"), AIMessage("391", response_metadata={"finish_reason": "stop"})], 0.0),
     ],
 )
-def test_the_largest_reward_that_applies(messages: list, reward: float):
+def test_langgraph_example_gives_the_largest_applicable_reward(messages: list, reward: float):
     assert score(17, 23, messages) == reward
 
 
-def test_the_tool_computes_products_and_says_what_is_wrong():
+def test_calculator_tool_computes_products_and_explains_errors():
     assert calculator.invoke({"expression": "12*13"}) == "156"
     assert calculator.invoke({"expression": "12+13"}).startswith("error")
 
 
-def test_no_problem_is_a_worked_example():
+def test_no_problem_is_one_of_the_worked_examples():
     shown = {
         m.tool_calls[0]["args"]["expression"] for m in EXAMPLES if isinstance(m, AIMessage) and m.tool_calls
     }

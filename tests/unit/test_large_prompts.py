@@ -9,15 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from running_gateway import ASK, MORE, eventually, running
 from slow_cases import first_quick, named_quick
-from test_gateway_turns import (
-    ASK,
-    MORE,
-    eventually,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
 
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.rendering.prompt_cache import PromptCache
@@ -33,10 +26,10 @@ LARGE = "word " * 10_000
 
 
 @pytest.mark.parametrize("path", first_quick(["/chat/completions", "/completions"]))
-async def test_others_are_served_while_a_large_prompt_is_tokenised(
+async def test_other_requests_are_served_while_a_large_prompt_is_tokenised(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ):
@@ -74,7 +67,7 @@ async def test_others_are_served_while_a_large_prompt_is_tokenised(
             assert gateway.turns(session)[1].parent_id == gateway.turns(session)[0].id
 
 
-def test_the_ids_of_a_large_text_are_those_of_its_tokenizer(renderer: Renderer):  # noqa: F811
+def test_ids_of_a_large_text_equal_those_of_its_tokenizer(renderer: Renderer):
     def whole(text: str) -> Sequence[int]:
         return renderer._tokenizer._backend.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
 
@@ -134,10 +127,10 @@ HOSTILE: dict[str, tuple[object, str | None]] = {
 
 
 @pytest.mark.parametrize("name", named_quick(HOSTILE.keys(), "values", "nested", "schemas"))
-async def test_no_large_request_is_worked_on_in_the_event_loop(
+async def test_large_requests_are_processed_outside_of_the_event_loop(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ):
@@ -184,8 +177,8 @@ def recorded(work: Callable[..., object], name: str, done: list[tuple[str, threa
 @pytest.mark.parametrize("stream", first_quick([False, True]))
 async def test_a_large_text_is_refused_before_it_is_tokenised(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,
 ):
@@ -214,8 +207,8 @@ async def test_a_large_text_is_refused_before_it_is_tokenised(
 
 async def test_tokens_of_a_large_prompt_are_counted_exactly(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Also where the context has no room for them."""
     counted = []
@@ -232,10 +225,10 @@ async def test_tokens_of_a_large_prompt_are_counted_exactly(
     assert counted[0] == len(renderer.encode(renderer.text(prompt)))
 
 
-async def test_requests_of_a_session_wait_for_its_large_one_and_others_do_not(
+async def test_requests_wait_for_a_large_request_of_their_own_session_only(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A forest is matched by one request at a time, whatever becomes of its client."""
@@ -270,7 +263,7 @@ async def test_requests_of_a_session_wait_for_its_large_one_and_others_do_not(
         assert len(gateway.turns(session)) == 1, "nothing is sampled for a client that left"
 
 
-async def test_work_that_nobody_waits_for_is_not_begun():
+async def test_cancelled_request_is_not_processed():
     threads = PromptThreads()
     begun, may_end = threading.Event(), threading.Event()
     done: list[int] = []

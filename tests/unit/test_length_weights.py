@@ -43,7 +43,9 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
 
 @settings(max_examples=300, deadline=None)
 @given(values=lengths, exponent=exponents, scale=st.sampled_from([0.01, 1 / 9, 0.29]))
-def test_weights_and_slopes_equal_the_formula(values: list[int], exponent: float, scale: float) -> None:
+def test_length_weights_and_their_slopes_equal_the_formula(
+    values: list[int], exponent: float, scale: float
+) -> None:
     weights_G, slopes_G = weights_of_group(np.array(values, np.float64), exponent, scale)
     assert weights_G.tolist() == pytest.approx(by_loops(values, exponent, scale), rel=1e-11)
     assert weights_G.mean() == pytest.approx(1.0, rel=1e-13)
@@ -53,26 +55,26 @@ def test_weights_and_slopes_equal_the_formula(values: list[int], exponent: float
     assert slopes_G.tolist() == pytest.approx(differences, rel=1e-6, abs=1e-8)
 
 
-def test_known_numbers() -> None:
+def test_length_weights_of_known_lengths() -> None:
     assert of_lengths([10, 20, 30, 40], 1.0) == pytest.approx([0.875, 0.953, 1.039, 1.133], abs=5e-4)
     assert of_lengths([10, 20, 30, 40], -1.0) == pytest.approx([1.143, 1.031, 0.946, 0.879], abs=5e-4)
 
 
 @settings(max_examples=200, deadline=None)
 @given(values=lengths)
-def test_a_lambda_of_0_weighs_all_rollouts_exactly_alike(values: list[int]) -> None:
+def test_lambda_0_weighs_all_rollouts_equally(values: list[int]) -> None:
     assert of_lengths(values, 0.0) == [1.0] * len(values)
 
 
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(1, 5000), size=st.integers(1, 100), exponent=exponents)
-def test_equal_lengths_count_alike(length: int, size: int, exponent: float) -> None:
+def test_rollouts_of_equal_length_have_equal_weights(length: int, size: int, exponent: float) -> None:
     assert of_lengths([length] * size, exponent) == pytest.approx([1.0] * size, rel=1e-14)
 
 
 @settings(max_examples=200, deadline=None)
 @given(values=lengths, exponent=st.floats(0.01, 6), data=st.data())
-def test_the_sign_of_lambda_says_which_count_more(
+def test_sign_of_lambda_prefers_long_or_short_rollouts(
     values: list[int], exponent: float, data: st.DataObject
 ) -> None:
     order = sorted(values)
@@ -88,7 +90,7 @@ def test_the_sign_of_lambda_says_which_count_more(
 
 @pytest.mark.parametrize("exponent", [-100.0, -7.0, 7.0, 100.0])
 @pytest.mark.parametrize("scale", [1 / 9, 5.0])
-def test_no_lambda_and_no_lengths_give_anything_but_numbers(exponent: float, scale: float) -> None:
+def test_length_weights_are_finite_for_any_lambda_and_lengths(exponent: float, scale: float) -> None:
     """Also where 1 + r z is below 0."""
     values = np.array([1.0] + [10_000.0] * 20)
     weights_G, slopes_G = weights_of_group(values, exponent, scale)
@@ -98,7 +100,7 @@ def test_no_lambda_and_no_lengths_give_anything_but_numbers(exponent: float, sca
 
 
 @pytest.mark.parametrize("size", [2, 3, 16, 82, 83, 1000])
-def test_the_largest_scale_is_where_a_lone_short_rollout_has_nothing_left(size: int) -> None:
+def test_largest_scale_gives_a_lone_short_rollout_weight_0(size: int) -> None:
     values = np.array([1.0] + [500.0] * (size - 1))
     z = (values[0] - values.mean()) / values.std(ddof=1)
     assert 1 + largest_scale(size) * z == pytest.approx(0.0, abs=1e-12)
@@ -112,7 +114,7 @@ def row(group: str, rollout: str, num_tokens: int, *, is_trained: bool = True) -
     return replace(made, group_id=group, rollout_id=rollout)
 
 
-def test_a_rollout_counts_once_with_the_tokens_of_all_its_rows() -> None:
+def test_length_of_a_rollout_is_over_all_its_rows() -> None:
     samples = [
         row("a", "a0", 10),
         row("b", "b0", 7),
@@ -131,7 +133,7 @@ def test_a_rollout_counts_once_with_the_tokens_of_all_its_rows() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_the_order_of_rows_does_not_matter(seed: int) -> None:
+def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for number in range(12):

@@ -52,7 +52,7 @@ def lines_of(run: ShownRun, width: int, now: float = 100.0) -> list[str]:
     return console.export_text().splitlines()
 
 
-def test_a_frame_says_step_time_left_reward_score_and_what_it_waits_for() -> None:
+def test_frame_shows_step_time_left_reward_score_and_current_wait() -> None:
     assert lines_of(busy_run(), 100) == [
         f"step 13/50 {'━' * 12}{'─' * 38} about 3 min 08 s left",
         "reward 1.1 ▁▂▂▃▄▄▅▅▆▇▇█  held out greedy 0.51 (step 10)",
@@ -62,13 +62,13 @@ def test_a_frame_says_step_time_left_reward_score_and_what_it_waits_for() -> Non
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 40, 60, 100, 300])
-def test_a_frame_fits_the_terminal(width: int) -> None:
+def test_frame_fits_the_terminal(width: int) -> None:
     lines = lines_of(busy_run(), width)
     assert len(lines) in (4, 5)
     assert max(map(len, lines)) < max(2, width)
 
 
-def test_forty_columns_still_say_everything() -> None:
+def test_frame_of_forty_columns_shows_everything() -> None:
     lines = lines_of(busy_run(), 40)
     for part in ("step 13/50 ━", "about 3 min 08 s left", "reward 1.1 ▁▂▂▃▄▄▅▅▆▇▇█", "37 of 64 rollouts"):
         assert any(part in line for line in lines), lines
@@ -84,7 +84,7 @@ def test_a_run_on_files_shows_its_losses() -> None:
     assert "epoch 0.5" in lines[-1]
 
 
-def test_a_terminal_without_blocks_gets_ascii() -> None:
+def test_terminal_without_block_characters_gets_ascii() -> None:
     raw = io.BytesIO()
     console = Console(width=60, file=io.TextIOWrapper(raw, "ascii", write_through=True), color_system=None)
     run = busy_run()
@@ -104,7 +104,7 @@ class Clock:
         return self.now
 
 
-def test_the_time_left_is_unknown_until_a_step_has_ended_and_then_that_of_the_last_steps() -> None:
+def test_time_left_is_estimated_from_the_last_steps() -> None:
     clock = Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     rows = [{"step": 1, "rollout/reward_mean": 0.5}, {"step": 2, "rollout/reward_mean": 0.25}]
@@ -154,14 +154,14 @@ def report(ready: int, *missing: int, wanted: int = 4) -> WaitReport:
     )
 
 
-def test_rollouts_are_those_of_the_next_batch_alone() -> None:
+def test_progress_counts_only_rollouts_of_the_next_batch() -> None:
     assert rollouts_text(report(0), 8) == "0 of 32 rollouts (0 of 4 groups ready)"
     # Of five groups in flight the two fullest may complete the batch.
     assert rollouts_text(report(2, 8, 3, 7, 1, 8), 8) == "28 of 32 rollouts (2 of 4 groups ready)"
     assert rollouts_text(report(6, 3), 8) == "32 of 32 rollouts (4 of 4 groups ready)"
 
 
-def test_a_step_counts_the_micro_batches_of_its_pass() -> None:
+def test_progress_of_a_step_counts_the_micro_batches_of_its_pass() -> None:
     progress = StepProgress()
     assert str(progress.place) == ""
     progress.begin("old log-probs")
@@ -184,7 +184,7 @@ def test_a_step_counts_the_micro_batches_of_its_pass() -> None:
     assert str(progress.place) == ""
 
 
-def test_held_out_tasks_are_counted_in_each_evaluation() -> None:
+def test_progress_counts_held_out_tasks_of_each_evaluation() -> None:
     tasks = CountedTasks(EvaluationFailures(at_start=0, rules={}, warn=print))
     assert asyncio.run(tasks.text()) == ""
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_held_out_tasks_are_counted_in_each_evaluation() -> None:
     assert asyncio.run(tasks.text()) == "1 of 3 held-out tasks"
 
 
-def test_what_is_starting_goes_when_it_is_up_or_has_failed() -> None:
+def test_starting_processes_are_shown_until_they_are_up_or_have_failed() -> None:
     async def run() -> list[str]:
         starting = PartsStarting()
         release = asyncio.Event()
@@ -233,7 +233,7 @@ class Screen(Sink):
         self.texts.append(text)
 
 
-def test_questions_are_asked_in_their_phase_and_only_for_who_shows_the_answers() -> None:
+def test_progress_is_queried_only_in_its_phase_and_for_a_live_display() -> None:
     asked: list[str] = []
 
     async def rollouts() -> str:
@@ -366,7 +366,7 @@ def seen_on(written: bytes, width: int) -> tuple[list[str], bool]:
     ],
     ids=["end", "error", "Ctrl-C"],
 )
-def test_a_terminal_is_whole_after(width: int, end: str, interrupt: bool, code: int) -> None:
+def test_terminal_is_restored_after_the_display(width: int, end: str, interrupt: bool, code: int) -> None:
     returned, written = run_in_terminal(end, width=width, interrupt=interrupt)
     shown, visible = seen_on(written, width)
     assert returned == code
@@ -383,7 +383,7 @@ def test_a_terminal_is_whole_after(width: int, end: str, interrupt: bool, code: 
     assert "3 of 8 rollouts" in written.decode()
 
 
-def test_colours_and_cursor_movements_are_what_the_terminal_says() -> None:
+def test_colours_and_cursor_movements_follow_the_terminals_abilities() -> None:
     _, written = run_in_terminal("pass", environment={"NO_COLOR": "1"})
     assert not re.search(rb"\x1b\[[0-9;]*3[0-7]m", written)
     assert b"reward 0.25" in written
@@ -392,11 +392,11 @@ def test_colours_and_cursor_movements_are_what_the_terminal_says() -> None:
     assert b"step 1/5: reward 0.25" in written
 
 
-def test_a_terminal_that_is_none_gets_lines() -> None:
+def test_output_that_is_not_a_terminal_gets_lines() -> None:
     assert isinstance(open_progress("auto", 5), PlainProgress)
 
 
-def test_text_past_the_display_takes_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_text_replaces_the_lines_of_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
     assert past_display("a\n", 2) == "a\n"  # nothing is displayed
     drawn(3)
     try:
@@ -408,7 +408,7 @@ def test_text_past_the_display_takes_its_lines(monkeypatch: pytest.MonkeyPatch) 
         drawn(0)
 
 
-def test_a_display_draws_while_nothing_happens() -> None:
+def test_display_is_redrawn_while_nothing_happens() -> None:
     out = io.StringIO()
     progress = LiveProgress(5, Console(file=out, force_terminal=True, width=80))
     deadline = time.monotonic() + 60.0

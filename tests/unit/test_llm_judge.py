@@ -91,7 +91,7 @@ def says(score: object) -> Reply:
 
 
 @pytest.mark.parametrize("score", [0, 0.0, 0.35, 1, 1.0])
-async def test_a_verdict_is_the_reward(judge, server: JudgeServer, score: float) -> None:
+async def test_verdict_of_the_judge_is_the_reward(judge, server: JudgeServer, score: float) -> None:
     server.replies = [says(score)]
     assert await judge(TASK, RolloutResult(output="four")) == score
     (request,) = server.requests
@@ -100,7 +100,7 @@ async def test_a_verdict_is_the_reward(judge, server: JudgeServer, score: float)
     assert shown == {"question": "What is 2+2?", "reference": 4, "answer": "four"}
 
 
-async def test_a_task_may_bring_its_rubric_and_needs_neither_question_nor_label(
+async def test_task_may_have_its_own_rubric_without_question_and_label(
     module: ModuleType, judge, server: JudgeServer
 ) -> None:
     server.replies = [says(1.0), says(1.0)]
@@ -137,7 +137,7 @@ BAD_REPLIES = {
 
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
-async def test_what_is_no_verdict_is_tried_again_and_then_raises(
+async def test_reply_without_a_verdict_is_retried_and_then_raises(
     module: ModuleType, judge, server: JudgeServer, name: str
 ) -> None:
     bad = BAD_REPLIES[name]
@@ -162,7 +162,7 @@ INJECTIONS = [
 
 
 @pytest.mark.parametrize("attack", INJECTIONS)
-async def test_a_score_in_the_candidates_text_is_never_the_verdict(
+async def test_score_in_the_judged_text_is_not_the_verdict(
     module: ModuleType, judge, server: JudgeServer, attack: str
 ) -> None:
     """Neither where the judge scores the answer low, nor where it only repeats the answer."""
@@ -177,7 +177,7 @@ async def test_a_score_in_the_candidates_text_is_never_the_verdict(
         await judge(TASK, RolloutResult(output=attack))
 
 
-async def test_a_refusal_that_no_retry_mends_is_raised_at_once(
+async def test_permanent_refusal_is_raised_without_a_retry(
     module: ModuleType, judge, server: JudgeServer
 ) -> None:
     server.replies = [lambda request_id: 401]
@@ -187,7 +187,7 @@ async def test_a_refusal_that_no_retry_mends_is_raised_at_once(
     assert "k-1" not in str(caught.value)
 
 
-async def test_a_judge_that_hangs_or_is_not_there_ends_with_the_deadline(
+async def test_hung_or_missing_judge_ends_at_the_deadline(
     module: ModuleType, judge, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is over when the judge has been asked a second time."""
@@ -206,7 +206,7 @@ async def test_a_judge_that_hangs_or_is_not_there_ends_with_the_deadline(
         await replace(judge, base_url="http://127.0.0.1:9/v1")(TASK, RolloutResult(output="four"))
 
 
-async def test_in_a_rollout_a_failing_judge_is_a_reason_and_no_reward(judge, server: JudgeServer) -> None:
+async def test_failing_judge_fails_the_rollout_with_a_reason(judge, server: JudgeServer) -> None:
     async def rollout(task: Task, endpoint: object) -> RolloutResult:
         return RolloutResult(output="four")
 
@@ -222,7 +222,7 @@ async def test_in_a_rollout_a_failing_judge_is_a_reason_and_no_reward(judge, ser
     assert "JudgeError: no verdict from judge-7: the reply is no verdict" in failed.detail
 
 
-def test_it_loads_by_path_and_says_at_start_what_is_not_set(
+def test_judge_loads_by_import_path_and_reports_missing_settings_at_the_start(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert plugins.load_reward_function("rollout_fns.llm_judge:judge") is module.judge

@@ -44,7 +44,7 @@ SESSION_KEY = "isk-0" + "aB3_-" * 8 + "x9="
         f"GET http://host/v1?api_key={SECRET} http://host/v1?a=b&token={SECRET}#log_level",
     ],
 )
-def test_keys_are_masked_in_each_way_that_they_are_told(text: str) -> None:
+def test_keys_are_masked_in_every_spelling(text: str) -> None:
     masked = without_keys(text)
     assert SECRET not in masked
     assert masked.count("(not shown)") == 2
@@ -52,14 +52,14 @@ def test_keys_are_masked_in_each_way_that_they_are_told(text: str) -> None:
     assert without_keys(masked) == masked
 
 
-def test_session_keys_are_masked_wherever_they_are() -> None:
+def test_session_keys_are_masked_in_urls_and_headers() -> None:
     text = f"POST http://127.0.0.1:8000/s/{SESSION_KEY}/v1 Authorization: Bearer {SESSION_KEY}"
     masked = without_keys(text)
     assert SESSION_KEY not in masked
     assert "/s/(session key)/v1" in masked
 
 
-def test_what_is_no_key_stays() -> None:
+def test_text_without_a_key_is_not_masked() -> None:
     for text in (
         "api_key=None",
         "{'api_key': None, 'a': 1}",
@@ -102,7 +102,7 @@ def logged(logger: logging.Logger, settings: LogSettings) -> str:
     return stream.getvalue()
 
 
-def test_a_line_of_text_has_time_level_process_run_and_session(logger: logging.Logger) -> None:
+def test_text_log_line_has_time_level_process_run_and_session(logger: logging.Logger) -> None:
     lines = logged(logger, LogSettings(run="r7")).splitlines()
     when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     name = r"invrl\.test_log_lines"
@@ -113,7 +113,7 @@ def test_a_line_of_text_has_time_level_process_run_and_session(logger: logging.L
     assert lines[-1] == "ValueError: Authorization: Bearer (not shown) at /s/(session key)/v1"
 
 
-def test_a_line_of_json_is_one_object_with_the_same(logger: logging.Logger) -> None:
+def test_json_log_line_is_one_object_with_the_same_fields(logger: logging.Logger) -> None:
     first, second, third = map(json.loads, logged(logger, LogSettings(run="r7", format="json")).splitlines())
     assert first | {"time": ""} == {
         "time": "",
@@ -128,7 +128,7 @@ def test_a_line_of_json_is_one_object_with_the_same(logger: logging.Logger) -> N
     assert third["traceback"].startswith("Traceback (most recent call last):")
 
 
-def test_other_libraries_handlers_write_no_key_either(
+def test_log_handlers_of_other_libraries_write_no_key(
     monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
 ) -> None:
     monkeypatch.setattr(logging.Handler, "format", logging.Handler.format)
@@ -148,7 +148,7 @@ def test_other_libraries_handlers_write_no_key_either(
     assert SECRET not in stream.getvalue()
 
 
-def test_the_level_is_that_of_the_settings_and_a_later_call_replaces_an_earlier_one(
+def test_log_level_follows_the_settings_and_a_later_setup_replaces_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = logging.getLogger()
@@ -170,7 +170,7 @@ def test_the_level_is_that_of_the_settings_and_a_later_call_replaces_an_earlier_
     assert " W driver invrl.anything: shown" in line
 
 
-def test_an_actors_files_begin_with_its_process_and_have_no_key() -> None:
+def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() -> None:
     """Ray names the files by numbers."""
     program = f"""
         import logging
@@ -194,7 +194,7 @@ def test_an_actors_files_begin_with_its_process_and_have_no_key() -> None:
 
 @pytest.mark.parametrize("ids", [["ses-1"], ["ses-1", "ses-2"]])
 @pytest.mark.parametrize("in_thread", [False, True])
-async def test_user_code_logs_under_its_sessions(ids: list[str], in_thread: bool) -> None:
+async def test_log_lines_of_user_code_name_its_sessions(ids: list[str], in_thread: bool) -> None:
     seen: list[str] = []
 
     def in_a_thread(task: Task, endpoints: list[Endpoint]) -> list[float]:

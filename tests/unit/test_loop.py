@@ -4,84 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 
 import pytest
+from loop_parts import EmptyBatches, FixedSteps, Notes
 
-from invrl.file_entry import FileEntries
-from invrl.interfaces import StepResult
-from invrl.metrics import Max, Metric, resolve
-from invrl.observe.sinks import Sink
+from invrl.metrics import resolve
 from invrl.observe.step_metrics import time_metrics
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
-from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
-
-
-class Notes(Sink):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.rows: dict[int, Mapping[str, float]] = {}
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows[step] = values
-
-
-class EmptyBatches:
-    """A buffer whose batches hold no group; the versions that it was told."""
-
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-
-    async def lease(self) -> GroupLease | None:
-        return None
-
-    async def record(self, outcome: Outcome) -> None: ...
-
-    async def take(self) -> TakenBatch:
-        return TakenBatch(batch_id=len(self.versions), version=WeightVersion(len(self.versions)), groups=())
-
-    async def trained(self, batch_id: int) -> None: ...
-
-    async def snapshot(self, trained: WeightVersion) -> bytes:
-        return b""
-
-    async def advance(self, version: WeightVersion) -> None:
-        self.versions.append(version)
-
-    async def metrics(self) -> Mapping[str, Metric]:
-        return {}
-
-
-class FixedSteps:
-    """A trainer that makes so many optimizer steps of each batch."""
-
-    def __init__(self, optimizer_steps: list[int]) -> None:
-        self._steps = iter(optimizer_steps)
-
-    async def train(self, batch: TrainBatch) -> StepResult:
-        made = next(self._steps)
-        return StepResult(
-            optimizer_steps=made, nonfinite_steps=0, metrics={"skipped_steps": Max(1 - made)}, seconds={}
-        )
-
-    async def save_checkpoint(self, path: str) -> FileEntries:
-        return {}
-
-    async def load_checkpoint(self, path: str) -> None: ...
-
-    async def export_hugging_face(self, path: str) -> FileEntries:
-        return {}
+from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 
 @pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_its_version(
+async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version(
     steps: list[int],
 ) -> None:
-    observer, buffer, synced = Notes(), EmptyBatches(), list[int]()
+    observer = Notes()
+    buffer = EmptyBatches()
+    synced = list[int]()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         synced.append(version)
@@ -104,7 +44,7 @@ async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_it
     assert buffer.versions == [1, 2, 3]
 
 
-async def test_a_batch_is_assembled_beside_the_event_loop() -> None:
+async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
     """What the run is watched by goes on meanwhile: here it is what lets the assembling end."""
     watched = threading.Event()
 
@@ -140,7 +80,7 @@ class Clock:
         ({}, [5]),
     ],
 )
-async def test_checkpoints_come_by_the_schedule_and_last(
+async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
     schedule: dict[str, float], expected: list[int]
 ) -> None:
     """A step takes 10 s."""
@@ -172,7 +112,7 @@ async def test_checkpoints_come_by_the_schedule_and_last(
     assert [step for step, row in observer.rows.items() if "time/checkpoint_s" in row] == expected
 
 
-def test_the_time_of_a_step_is_without_its_checkpoint() -> None:
+def test_step_time_excludes_the_checkpoint() -> None:
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=())
     seconds = {"rollout": 4.0, "train": 2.0, "sync": 1.0, "checkpoint": 20.0}
     values = resolve(time_metrics(seconds, taken, 10.0), "time/")

@@ -128,7 +128,7 @@ def from_flags(*flags: str) -> Config:
         ),
     ],
 )
-def test_axes_that_contradict(flags: str, field: str, reason: str, fix: str) -> None:
+def test_contradicting_loss_axes_are_refused(flags: str, field: str, reason: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_flags(*flags.split())
     assert caught.value.field.endswith(f".{field}")
@@ -154,7 +154,7 @@ def test_axes_that_contradict(flags: str, field: str, reason: str, fix: str) -> 
         "--rejection token --rejection-low 0.5",
     ],
 )
-def test_axes_that_go_together(flags: str) -> None:
+def test_compatible_loss_axes_are_accepted(flags: str) -> None:
     from_flags(*flags.split())
 
 
@@ -171,7 +171,7 @@ def test_axes_that_go_together(flags: str) -> None:
         (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
     ],
 )
-def test_what_cannot_act_is_said(flags: list[str], words: list[str]) -> None:
+def test_loss_settings_without_effect_are_listed(flags: list[str], words: list[str]) -> None:
     sentences = from_flags(*flags).algorithm.without_effect()
     assert [" ".join(sentence.split()[:2]) for sentence in sentences] == words
 
@@ -187,7 +187,7 @@ def test_what_cannot_act_is_said(flags: list[str], words: list[str]) -> None:
         "--max-staleness 2 --old-logprobs interpolated",
     ],
 )
-def test_what_accounts_for_old_tokens(flags: str) -> None:
+def test_settings_that_correct_for_old_tokens_pass_the_check(flags: str) -> None:
     run_check("off-policy correction", from_flags(*flags.split()))
 
 
@@ -198,13 +198,13 @@ def test_what_accounts_for_old_tokens(flags: str) -> None:
         ("--old-logprobs interpolated", "no token is old"),
     ],
 )
-def test_old_tokens_that_nothing_accounts_for_are_doubted(flags: str, reason: str) -> None:
+def test_uncorrected_old_tokens_raise_a_doubt(flags: str, reason: str) -> None:
     with pytest.raises(Doubt, match=reason):
         run_check("off-policy correction", from_flags(*flags.split()))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_preset_s_loss_can_be_computed(name: str) -> None:
+def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
     assert algorithm.policy_loss in SURROGATES
@@ -261,14 +261,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["good", "with_inputs", "through_inputs"])
-def test_a_policy_loss_that_can_be_trained(here: Path, name: str) -> None:
+def test_trainable_policy_loss_passes_the_check(here: Path, name: str) -> None:
     run_check("algorithm functions", from_flags("--policy-loss", f"losses_of_mine:{name}"))
     outputs = policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))
     assert outputs.loss.requires_grad
 
 
 @pytest.mark.usefixtures("here")
-def test_the_inputs_are_those_of_the_micro_batch() -> None:
+def test_policy_loss_sees_the_inputs_of_the_micro_batch() -> None:
     inputs = example_inputs()
     outputs = policy_loss(
         inputs, AlgorithmConfig(policy_loss="losses_of_mine:with_inputs", correction="none")
@@ -280,7 +280,7 @@ def test_the_inputs_are_those_of_the_micro_batch() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_column_that_only_a_run_has_is_not_missed_in_the_example() -> None:
+def test_policy_loss_may_read_a_column_that_only_a_run_has() -> None:
     run_check("algorithm functions", from_flags("--policy-loss", "losses_of_mine:of_own_column"))
 
 
@@ -295,7 +295,7 @@ def test_a_column_that_only_a_run_has_is_not_missed_in_the_example() -> None:
         ("raises", "raised RuntimeError", "make it work"),
     ],
 )
-def test_a_policy_loss_that_cannot_be_trained_is_refused_before_a_process_starts(
+def test_untrainable_policy_loss_is_refused_before_a_process_starts(
     here: Path, name: str, reason: str, fix: str
 ) -> None:
     config = from_flags("--policy-loss", f"losses_of_mine:{name}")
@@ -308,7 +308,7 @@ def test_a_policy_loss_that_cannot_be_trained_is_refused_before_a_process_starts
 
 @pytest.mark.parametrize("name", ["a_mean", "a_number", "without_gradient"])
 @pytest.mark.usefixtures("here")
-def test_the_same_is_refused_in_a_step(name: str) -> None:
+def test_untrainable_policy_loss_is_refused_in_a_step(name: str) -> None:
     """Also where the check could not see it: a shape may depend on the batch."""
     with pytest.raises(PluginError, match="policy_loss"):
         policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))

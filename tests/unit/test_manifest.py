@@ -63,7 +63,7 @@ def python_hears_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_ends_a_check_at_once(folder: Path, python_hears_interrupts: None) -> None:
+def test_interrupt_ends_a_manifest_check_at_once(folder: Path, python_hears_interrupts: None) -> None:
     long = LongFile(folder / "long")
     main = threading.main_thread().ident
     assert main is not None
@@ -81,7 +81,7 @@ def test_an_interrupt_ends_a_check_at_once(folder: Path, python_hears_interrupts
     assert long.chunks < _CHUNKS
 
 
-def test_after_a_damaged_file_the_others_are_not_read_to_their_ends(folder: Path) -> None:
+def test_manifest_check_stops_reading_after_a_damaged_file(folder: Path) -> None:
     """`a-damaged` is compared first, and found out while `long` is being read."""
     manifest = folder / MANIFEST_NAME
     entry = '"a-damaged": {"bytes": 1, "checksum": "00"},'

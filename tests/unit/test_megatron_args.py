@@ -10,7 +10,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import MegatronOptions, Scalar, check_megatron_options, parse_megatron_options
 
 
-def test_values_take_the_fields_own_types() -> None:
+def test_megatron_values_are_converted_to_the_type_of_their_field() -> None:
     options = parse_megatron_options(
         {
             "recompute_granularity": "selective",
@@ -65,14 +65,14 @@ def test_values_take_the_fields_own_types() -> None:
         ("deterministic_mode", "perhaps", "bool"),
     ],
 )
-def test_refusals_name_the_way_out(name: str, value: Scalar, told: str) -> None:
+def test_refused_megatron_options_name_the_fix(name: str, value: Scalar, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_megatron_options({name: value})
     assert told in str(caught.value)
     assert "--megatron-" + name.replace("_", "-") in str(caught.value)
 
 
-def test_megatron_has_no_optimizer_in_main_memory_that_loads_its_state() -> None:
+def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
     """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may have it."""
     from invrl.train import device
 
@@ -118,7 +118,7 @@ def parsed_or_refused(name: str, value: Scalar) -> MegatronOptions | ConfigError
         return error
 
 
-def test_every_field_is_accepted_as_its_own_type_or_refused_by_its_flag() -> None:
+def test_every_megatron_field_is_accepted_with_its_type_or_refused() -> None:
     """Also those of a Megatron that this test has never seen."""
     from dataclasses import fields
 
@@ -155,7 +155,7 @@ def test_every_field_is_accepted_as_its_own_type_or_refused_by_its_flag() -> Non
     assert ACCEPTED.keys() <= accepted
 
 
-def test_what_passes_builds_megatrons_classes_or_says_what_they_miss() -> None:
+def test_accepted_megatron_options_build_megatrons_classes_or_report_what_is_missing() -> None:
     check_megatron_options(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     )
@@ -192,7 +192,7 @@ def test_units_of_recomputation_that_divide_a_chunk_are_accepted(num_layers: int
     check_megatron_options(UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, chunk_sizes=[6])
 
 
-def test_a_field_that_invrl_sets_names_a_flag_that_exists() -> None:
+def test_refused_megatron_field_names_an_existing_flag() -> None:
     from invrl.train.megatron_args import _BY_FLAG
 
     flags = {"--" + name.replace("_", "-") for name in TrainConfig.model_fields}

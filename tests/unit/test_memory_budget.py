@@ -56,7 +56,7 @@ def estimated(model: Path, **settings: Any) -> MemoryEstimate:
     return budget(model, **settings).largest()
 
 
-def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path) -> None:
+def test_bytes_of_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path) -> None:
     size = ModelSize.of(model, read_hf_config(model))
     half = estimated(model)
     assert half.weights == 2 * size.total
@@ -97,7 +97,7 @@ def test_a_critic_is_a_second_model_without_the_projection(tmp_path: Path, tied:
     assert both_copies - copies == (2 + 12) * of_critic
 
 
-def test_ranks_divide_what_they_share(model: Path) -> None:
+def test_ranks_divide_the_memory_of_shared_state(model: Path) -> None:
     one = estimated(model)
     replicas = estimated(model, data_parallel_size=4)
     assert replicas.optimizer == one.optimizer / 4
@@ -109,7 +109,7 @@ def test_ranks_divide_what_they_share(model: Path) -> None:
     assert tensor.step < one.step
 
 
-def test_experts_are_divided_by_expert_parallel_ranks_alone(tmp_path: Path) -> None:
+def test_only_expert_parallel_ranks_divide_the_experts(tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3)
     sizes = {name: tensor.numel() for name, tensor in load_file(model / "model.safetensors").items()}
     experts = 2 * 8 * 3 * 48 * 64  # layers, experts, their matrices
@@ -126,7 +126,7 @@ def test_experts_are_divided_by_expert_parallel_ranks_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_product_gives_the_gradient_of_all_experts_of_a_layer(tmp_path: Path, ranks: int) -> None:
+def test_grouped_expert_gradients_need_one_buffer_per_layer(tmp_path: Path, ranks: int) -> None:
     """Of gate and up projection together. Here that is more than the gradient of the vocabulary's weight."""
     model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3, moe_intermediate_size=480)
     budgeted = estimated(model, data_parallel_size=2, expert_model_parallel_size=ranks)
@@ -145,7 +145,7 @@ def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     assert context.step - one.step == pytest.approx(more_keys * layers_and_backward)
 
 
-def test_loading_a_checkpoint_counts_where_it_takes_more_than_a_step(model: Path) -> None:
+def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(model: Path) -> None:
     """Each of several replicas then holds the whole optimizer's state once."""
     one = estimated(model, max_tokens_per_microbatch=1)
     assert estimated(model, data_parallel_size=2, max_tokens_per_microbatch=1).step == one.optimizer
@@ -153,7 +153,7 @@ def test_loading_a_checkpoint_counts_where_it_takes_more_than_a_step(model: Path
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
-def test_a_checkpoint_written_beside_training_is_held_by_the_ranks_that_write(
+def test_checkpoint_written_during_training_counts_on_the_ranks_that_write(
     model: Path, dtype: str, item: int
 ) -> None:
     """Weights, master weights and moments on each part's first rank; the model for Hugging Face on one."""
@@ -175,7 +175,7 @@ def test_a_checkpoint_written_beside_training_is_held_by_the_ranks_that_write(
     assert on_gpu.copy_bytes == alone.copy_bytes
 
 
-def test_a_checkpoint_is_loaded_before_another_is_copied(model: Path) -> None:
+def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(model: Path) -> None:
     replicas = {"data_parallel_size": 2, "max_tokens_per_microbatch": 1}
     one = estimated(model, max_tokens_per_microbatch=1)
     copying = estimated(model, copies_checkpoints=True, **replicas)
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_loaded_before_another_is_copied(model: Path) -> None:
     assert copying.step + copying.copy > estimated(model, **replicas).step
 
 
-def test_a_step_follows_its_tokens(model: Path) -> None:
+def test_memory_of_a_step_grows_with_its_tokens(model: Path) -> None:
     steps = [estimated(model, max_tokens_per_microbatch=tokens).step for tokens in (1000, 2000, 4000)]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
     assert steps[2] == pytest.approx(4 * steps[0], rel=0.3)  # a block of logits is bounded
@@ -215,7 +215,9 @@ def layer_of(**sizes: float) -> LayerActivations:
         ({"recompute_granularity": "selective", "recompute_modules": "shared_experts"}, 500 - 20, 200),
     ],
 )
-def test_what_is_computed_again_is_not_kept(options: dict[str, object], kept: float, backward: float) -> None:
+def test_recomputed_activations_are_not_counted(
+    options: dict[str, object], kept: float, backward: float
+) -> None:
     """Three layers of 100 bytes and one with experts of 200."""
     dense = layer_of(layer_input=10, core_attention=30, core_attention_recomputed=5, dense_mlp=40, rest=20)
     experts = layer_of(
@@ -232,7 +234,7 @@ def test_what_is_computed_again_is_not_kept(options: dict[str, object], kept: fl
     assert (recomputation.kept(chunk), recomputation.backward(chunk)) == (kept, backward)
 
 
-def test_options_of_recomputation_reach_the_estimate(model: Path) -> None:
+def test_recomputation_options_change_the_estimate(model: Path) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     selective = {"recompute_granularity": "selective", "recompute_modules": "core_attn,mlp"}
     tokens = 100_000
@@ -248,7 +250,7 @@ def test_options_of_recomputation_reach_the_estimate(model: Path) -> None:
     ("placement", "kept", "in_pass"),
     [("device", 1.0, 0.0), ("cpu", 0.0, 1.0), ("cpu_by_layer", 0.0, None)],
 )
-def test_the_reference_is_where_it_is_placed(
+def test_reference_counts_on_the_device_of_its_placement(
     model: Path, placement: str, kept: float, in_pass: float | None
 ) -> None:
     """On a GPU, where a micro-batch of one token adds next to nothing."""
@@ -263,7 +265,7 @@ def test_the_reference_is_where_it_is_placed(
     assert placed.step == pytest.approx(max(without.step, brought), rel=0.1)
 
 
-def test_an_averaged_reference_is_kept_and_saved_in_float32(model: Path) -> None:
+def test_averaged_reference_counts_as_float32(model: Path) -> None:
     """Beside it a teacher stays in the dtype of the model. On a GPU it is in the memory of the CPU."""
     size = ModelSize.of(model, read_hf_config(model))
     averaged: dict[str, Any] = {"reference_moves": True, "reference_is_averaged": True}
@@ -280,7 +282,7 @@ def test_an_averaged_reference_is_kept_and_saved_in_float32(model: Path) -> None
     assert moving.copy_bytes == fixed.copy_bytes + 4 * size.total
 
 
-def test_on_a_cpu_the_reference_by_layer_stays_in_the_files_dtype(tmp_path: Path) -> None:
+def test_reference_by_layer_on_a_cpu_counts_in_the_dtype_of_its_files(tmp_path: Path) -> None:
     """The files are bfloat16, the training float32: half as much, and one layer at a time in float32."""
     folder = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     size = ModelSize.of(folder, read_hf_config(folder))
@@ -290,7 +292,7 @@ def test_on_a_cpu_the_reference_by_layer_stays_in_the_files_dtype(tmp_path: Path
     assert by_layer.weights == (4 + 2) * size.total
 
 
-def test_replayed_experts_take_columns_of_every_layer(tmp_path: Path) -> None:
+def test_replayed_experts_count_a_column_per_layer(tmp_path: Path) -> None:
     """Four chosen experts: int16 in three layers, and twice int64 in the two layers that have experts."""
     model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3)
     tokens = 1000
@@ -301,7 +303,7 @@ def test_replayed_experts_take_columns_of_every_layer(tmp_path: Path) -> None:
     assert compared.step - plain.step == pytest.approx(tokens * 4 * ((2 + 4) * 3 + 16 * 2))
 
 
-def test_the_estimate_of_a_run_is_for_its_largest_micro_batch(model: Path) -> None:
+def test_memory_estimate_is_for_the_largest_micro_batch(model: Path) -> None:
     full = budget(model, max_tokens_per_microbatch=4000)
     assert full.largest(1000).total == estimated(model, max_tokens_per_microbatch=1000).total
     assert full.largest().total == full.largest(4000).total
@@ -327,7 +329,7 @@ def test_stages_divide_the_layers(tmp_path: Path, tied: bool) -> None:
     assert [stage.staging > 0 for stage in stages] == [True, False, False, False]
 
 
-def test_a_stage_keeps_the_micro_batches_that_are_under_way(tmp_path: Path) -> None:
+def test_pipeline_stage_keeps_activations_of_micro_batches_in_flight(tmp_path: Path) -> None:
     """Stage s of 4 has sent 4 - s on before the first comes back; with two chunks a stage, the first stage
     keeps 2 * 3 + 4 + 1 chunks of one layer."""
     folder = make_tiny_model(tmp_path / "model", layers=8)
@@ -346,7 +348,7 @@ def test_a_stage_keeps_the_micro_batches_that_are_under_way(tmp_path: Path) -> N
     assert virtual.stages()[0].step == pytest.approx(tokens * layer * (2 * 3 + 4 + 1 + 1))
 
 
-def test_a_gpu_stages_nothing_and_computes_attention_in_half(model: Path) -> None:
+def test_estimate_on_a_gpu_has_no_staging_and_half_precision_attention(model: Path) -> None:
     assert estimated(model, on_cuda=True).staging == 0
     assert estimated(model, on_cuda=True).heap == 0
     config = read_hf_config(model)
@@ -356,8 +358,12 @@ def test_a_gpu_stages_nothing_and_computes_attention_in_half(model: Path) -> Non
     assert whole[0] == whole[1]
 
 
-def test_a_gpu_keeps_the_inputs_of_its_kernels_alone(tmp_path: Path) -> None:
-    hidden, heads, kv_heads, dim, inner = 64, 4, 2, 16, 96
+def test_estimate_on_a_gpu_counts_only_inputs_of_kernels(tmp_path: Path) -> None:
+    hidden = 64
+    heads = 4
+    kv_heads = 2
+    dim = 16
+    inner = 96
     folder = make_tiny_model(
         tmp_path / "model",
         family="qwen3",

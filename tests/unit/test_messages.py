@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic_core import from_json
-from test_gateway_turns import Running, model, renderer, running  # noqa: F401
+from running_gateway import Running, running
 
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -31,13 +31,13 @@ TWO = CALL + '\n<tool_call>\n{"name": "calc", "arguments": {"x": "é", "deep": {
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:  # noqa: F811
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers=parsers, max_new_tokens=200) as made:
         yield made
 
 
-def says(gateway: Running, renderer: Renderer, *replies: str) -> None:  # noqa: F811
+def says(gateway: Running, renderer: Renderer, *replies: str) -> None:
     """The engine's next replies, each ended by the end-of-turn token; the last one stays."""
     left = [[*renderer.encode(text), 2] for text in replies]
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
@@ -68,7 +68,8 @@ def assembled(text: str) -> dict[str, Any]:
     """The message that a stream tells, as clients put it together. Blocks come one after another."""
     message: dict[str, Any] = {}
     texts: list[str] = []
-    open_block, ended = None, False
+    open_block = None
+    ended = False
     for event in text.strip().split("\n\n"):
         name, _, data = event.partition("\n")
         told = json.loads(data.removeprefix("data: "))
@@ -84,7 +85,8 @@ def assembled(text: str) -> dict[str, Any]:
                 message["content"].append(told["content_block"])
                 texts.append("")
             case "content_block_delta":
-                block, delta = message["content"][told["index"]], told["delta"]
+                block = message["content"][told["index"]]
+                delta = told["delta"]
                 match delta["type"]:
                     case "text_delta":
                         block["text"] += delta["text"]
@@ -131,10 +133,10 @@ def assert_exact(gateway: Running, session: Session) -> None:
         path += turn.sampled_ids_T.tolist()
 
 
-async def test_a_stream_begins_with_what_was_cached(
+async def test_message_start_reports_the_cached_tokens(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Nobody knows that before the first token: while it is long in coming there are pings alone."""
     async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
@@ -161,18 +163,16 @@ async def test_a_stream_begins_with_what_was_cached(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     says(gateway, renderer, "<think>multiply</think>Let me see." + CALL, TWO, "It is 156.")
     options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
     first = await ask(gateway, session, [ASK], **options)
     thought, text, call = first["content"]
-    assert (first["type"], first["role"], first["model"], first["stop_reason"]) == (
-        "message",
-        "assistant",
-        "tiny",
-        "tool_use",
-    )
+    assert first["type"] == "message"
+    assert first["role"] == "assistant"
+    assert first["model"] == "tiny"
+    assert first["stop_reason"] == "tool_use"
     assert (thought["thinking"], text["text"]) == ("multiply", "Let me see.")
     assert thought["signature"]
     assert (call["name"], call["input"]) == ("calc", {"x": "12*13"})
@@ -193,7 +193,8 @@ async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer
     history.append({"role": "user", "content": results(second, is_error=True)})
     history[-1]["content"][0]["content"] = texts
     last = await ask(gateway, session, history, **options)
-    assert (last["content"], last["stop_reason"]) == ([{"type": "text", "text": "It is 156."}], "end_turn")
+    assert last["content"] == [{"type": "text", "text": "It is 156."}]
+    assert last["stop_reason"] == "end_turn"
     assert_exact(gateway, session)
     assert len(gateway.turns(session)) == 3
     seen = renderer.reply_text(gateway.engine.requests[1]["input_ids"], special=True)
@@ -201,7 +202,11 @@ async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_behind_a_call_is_told_and_comes_back(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+async def test_text_after_a_call_is_returned_and_can_be_sent_back(
+    gateway: Running,
+    renderer: Renderer,
+    stream: bool,
+):
     [session] = await gateway.open()
     says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
     options = {"tools": [CALC], "stream": stream}
@@ -216,7 +221,7 @@ async def test_text_behind_a_call_is_told_and_comes_back(gateway: Running, rende
     assert_exact(gateway, session)
 
 
-async def test_what_a_stream_tells_is_the_whole_answer(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_streamed_message_equals_the_whole_message(gateway: Running, renderer: Renderer):
     replies = [
         "plain ünïcödé 🙂",
         "<think>hm\n</think>\n\nSo.",
@@ -255,7 +260,7 @@ def answer_shows(thinking: Mapping[str, object] | None) -> bool:
     return thinking is not None and thinking["type"] != "disabled"
 
 
-async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     says(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
@@ -278,7 +283,11 @@ async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # 
     assert_exact(gateway, session)
 
 
-async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+async def test_stop_reasons_and_stop_sequences_of_messages(
+    gateway: Running,
+    renderer: Renderer,
+    monkeypatch: pytest.MonkeyPatch,
+):
     [session] = await gateway.open()
     says(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
@@ -292,7 +301,8 @@ async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch
     for stream in (False, True):
         stopped = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
         assert gateway.engine.requests[-1]["sampling_params"]["stop"] == ["X", "STOP"]
-        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert stopped["stop_reason"] == "stop_sequence"
+        assert stopped["stop_sequence"] == "STOP"
         assert stopped["content"] == [{"type": "text", "text": "one two three "}]
         asked = len(gateway.engine.requests)
         again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream, retries=1)
@@ -300,12 +310,14 @@ async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch
         assert len(gateway.engine.requests) == asked  # told again from the recorded turn
 
 
-async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_parameters_reach_the_engine(gateway: Running, renderer: Renderer):
     [session] = await gateway.open(purpose="serve")
     says(gateway, renderer, '{"x": 1}')
     await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
     params = gateway.engine.requests[-1]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.25, 0.5, 7)
+    assert params["temperature"] == 0.25
+    assert params["top_p"] == 0.5
+    assert params["top_k"] == 7
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
     for body in ({"output_format": form}, {"output_config": {"format": form, "effort": "low"}}):
@@ -324,7 +336,7 @@ async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Ren
         assert [block["type"] for block in answer["content"]] == ["text"]
 
 
-async def test_how_messages_reach_the_template(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"}
     parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
@@ -344,7 +356,7 @@ async def test_how_messages_reach_the_template(gateway: Running, renderer: Rende
     assert shown == whole
 
 
-async def test_a_call_that_was_cut_off_shows_what_can_be_read(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_truncated_call_shows_its_readable_arguments(gateway: Running, renderer: Renderer):
     from invrl.gateway.dialects.messages import _input
 
     assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
@@ -356,7 +368,7 @@ async def test_a_call_that_was_cut_off_shows_what_can_be_read(gateway: Running, 
     assert message["stop_reason"] in ("end_turn", "tool_use")
 
 
-async def test_a_stream_that_breaks_ends_with_an_error_event(gateway: Running, renderer: Renderer):  # noqa: F811
+async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer: Renderer):
     [session] = await gateway.open()
     says(gateway, renderer, "Hello")
     gateway.engine.abort_next = True
@@ -365,7 +377,8 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(gateway: Running, r
     name, _, data = last.partition("\n")
     assert name == "event: error"
     error = json.loads(data.removeprefix("data: "))
-    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "overloaded_error"
     assert "abort" in error["error"]["message"]
 
 
@@ -427,7 +440,7 @@ _RAW = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
+async def test_bad_messages_body_is_a_400_in_anthropics_shape(gateway: Running):
     [session] = await gateway.open()
     good = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
     bodies = _RAW | {name: json.dumps(good | change).encode() for name, change in _BAD.items()}
@@ -436,13 +449,14 @@ async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
         assert answer.status_code == 400, (name, answer.text)
         assert answer.json().keys() == {"type", "error", "request_id"}
         error = answer.json()["error"]
-        assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error"), name
+        assert answer.json()["type"] == "error", name
+        assert error["type"] == "invalid_request_error", name
         assert error["message"]
         assert name != "too long" or error["message"].startswith("prompt is too long")
     assert gateway.engine.requests == []
 
 
-async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running):
+async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: Running):
     [session] = await gateway.open()
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
@@ -453,7 +467,8 @@ async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running
     one = await gateway.http.get(base + "/models/tiny", headers=version)
     assert one.json() == found.json()["data"][0]
     body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
-    http, open_url = gateway.http, gateway.url + "/v1/messages"
+    http = gateway.http
+    open_url = gateway.url + "/v1/messages"
     bearer = {"authorization": f"Bearer {session.key}"}
     for headers in ({"x-api-key": session.key}, bearer):
         assert (await http.post(open_url, json=body, headers=headers)).status_code == 200
@@ -466,13 +481,16 @@ async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running
         (401, "authentication_error", ""): await http.get(gateway.url + "/v1/models", headers=version),
     }
     for (status, kind, *_), answer in refused.items():
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), answer.text
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["type"] == kind, answer.text
     gateway.engine.drop_connections = 2
     lost = await http.post(base + "/messages", json=body | {"max_tokens": 7})
-    assert (lost.status_code, lost.json()["error"]["type"]) == (503, "overloaded_error")
+    assert lost.status_code == 503
+    assert lost.json()["error"]["type"] == "overloaded_error"
     await gateway.finish(session)
     closed = await http.post(base + "/messages/count_tokens", json=body)
-    assert (closed.status_code, closed.json()["error"]["type"]) == (401, "authentication_error")
+    assert closed.status_code == 401
+    assert closed.json()["error"]["type"] == "authentication_error"
 
 
 async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch: pytest.MonkeyPatch):
@@ -484,8 +502,6 @@ async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch
     made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
     monkeypatch.setitem(sys.modules, "anthropic", made)
     client = endpoint.anthropic()
-    assert (client["base_url"], client["api_key"], client["timeout"]) == (
-        f"{gateway.url}/s/{session.key}",
-        session.key,
-        9.0,
-    )
+    assert client["base_url"] == f"{gateway.url}/s/{session.key}"
+    assert client["api_key"] == session.key
+    assert client["timeout"] == 9.0

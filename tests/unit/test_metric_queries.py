@@ -97,12 +97,12 @@ def test_every_name_and_label_of_a_query_exists(place: str, query: str, shown: s
         ("histogram_quantile(0.9, sum by (le) (rate(other_bucket[1m])))", set(), ["other_bucket"]),
     ],
 )
-def test_what_does_not_exist_is_found(query: str, shown: set[str], missing: list[str]) -> None:
+def test_unknown_metric_names_and_labels_are_found(query: str, shown: set[str], missing: list[str]) -> None:
     """That the test above can fail."""
     assert missing_in(query, shown) == missing
 
 
-def test_the_alerts_are_those_that_an_operator_needs() -> None:
+def test_alert_rules_cover_the_listed_conditions() -> None:
     alerts = {rule["alert"]: rule for rule in rules()}
     assert len(alerts) == len(rules())
     assert {
@@ -117,7 +117,7 @@ def test_the_alerts_are_those_that_an_operator_needs() -> None:
         assert {"summary", "description"} <= set(rule["annotations"])
 
 
-def test_the_panels_have_ids_and_places_of_their_own() -> None:
+def test_dashboard_panels_have_unique_ids_and_places() -> None:
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
     cells: set[tuple[int, int]] = set()
@@ -133,7 +133,7 @@ def test_the_panels_have_ids_and_places_of_their_own() -> None:
     assert instance["definition"] == "label_values(invrl_run_info, instance)"
 
 
-def test_the_scrape_configuration_asks_for_what_the_run_serves() -> None:
+def test_scrape_configuration_uses_paths_that_the_run_serves() -> None:
     configuration = yaml.safe_load(SCRAPE.read_text())
     paths = {job["job_name"]: job.get("metrics_path", PATH) for job in configuration["scrape_configs"]}
     assert paths == {
@@ -146,13 +146,13 @@ def test_the_scrape_configuration_asks_for_what_the_run_serves() -> None:
 
 
 @pytest.mark.parametrize("server", ["router", "engine"])
-def test_the_scraped_names_are_of_the_version_that_is_installed(server: str) -> None:
+def test_recorded_scraped_names_are_of_the_installed_versions(server: str) -> None:
     """After an upgrade they have to be scraped again."""
     scraped = SCRAPED["servers"][server]
     assert f"{scraped['program']}=={scraped['version']}" in CONSTRAINTS
 
 
-def test_the_page_lists_every_metric() -> None:
+def test_metrics_page_lists_every_metric() -> None:
     page = Path(ROOT / "docs" / "operations.md").read_text()
     assert reference_table() in page, "paste what metric_families.reference_table() returns"
     named = set(re.findall(r"`(invrl_\w+)", page))

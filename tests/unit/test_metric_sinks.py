@@ -55,7 +55,7 @@ class Failing(Sink):
         raise OSError("disk full")
 
 
-def test_jsonl_has_one_row_a_step_at_once(tmp_path: Path) -> None:
+def test_jsonl_sink_writes_each_step_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     sink.step(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
     (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
@@ -65,7 +65,7 @@ def test_jsonl_has_one_row_a_step_at_once(tmp_path: Path) -> None:
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
-def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_the_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path)
@@ -88,8 +88,9 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_a_failing_sink_is_logged_once_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    failing, good = Failing(), JsonlSink(tmp_path / "m.jsonl")
+def test_failing_sink_is_logged_once_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing()
+    good = JsonlSink(tmp_path / "m.jsonl")
     sinks = RunObserver([failing, good])
     with caplog.at_level(logging.ERROR):
         for step in range(3):
@@ -104,7 +105,7 @@ def opened(folder: Path, config: Config) -> RunObserver:
     return RunObserver(open_sinks(RunFolder(path=folder), config))
 
 
-def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path) -> None:
+def test_sink_that_cannot_open_is_removed(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     sinks = opened(tmp_path, resolve())
     sinks.step(1, {"a": 1.0})
@@ -178,7 +179,7 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
     assert f"no network at {at}" in message
 
 
-def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) -> None:
+def test_hung_sink_does_not_hold_up_the_run(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
     sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_timeout_s=0.05)])
     sinks.step(0, {})
@@ -192,7 +193,7 @@ def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) ->
     inner.go.set()
 
 
-def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
+def test_hung_sink_does_not_hold_up_the_end_of_the_process() -> None:
     code = """
 import threading
 from invrl.observe.sinks import RunObserver, ThreadedSink
@@ -261,7 +262,10 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
     assert table["columns"] == list(ROLLOUT_COLUMNS)
     [cells] = table["data"]
     row = dict(zip(table["columns"], cells, strict=True))
-    assert (row["step"], row["reward"], row["reason"], row["version"]) == (4, 0.5, "cut", 0)
+    assert row["step"] == 4
+    assert row["reward"] == 0.5
+    assert row["reason"] == "cut"
+    assert row["version"] == 0
     assert row["task"] == "7*6 \x00<b>"
     assert row["length"] == stored.outcome.sampled_tokens
     assert row["response"].startswith("a \x1b\x00 <script>\n\n42!!!")
@@ -279,7 +283,8 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
 def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
     with pytest.raises(ConfigError, match="nothing is logged to Weights & Biases") as caught:
         check_trackers(configured(wandb_rollouts=3).run)
-    assert (caught.value.field, caught.value.fix) == ("run.wandb_rollouts", "give --wandb-project too")
+    assert caught.value.field == "run.wandb_rollouts"
+    assert caught.value.fix == "give --wandb-project too"
     for count in (-1, 1001):
         with pytest.raises(ConfigError) as caught:
             configured(wandb_project="p", wandb_rollouts=count)
@@ -298,7 +303,9 @@ def read_wandb(path: Path) -> tuple[list[dict], dict]:
     chunk is crc, length, kind and data; kinds 1 and 4 end a record; blocks of 32 KiB are padded."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    parts = b""
     history: list[dict] = []
     settings: dict = {}
     while at + 7 <= len(data):
@@ -391,7 +398,7 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("uri", ["some/path", "file:///some/path", "sqlite:///mlflow.db"])
-def test_an_mlflow_store_that_would_log_nothing_is_refused_with_what_to_give_instead(
+def test_mlflow_store_that_would_log_nothing_is_refused_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uri: str
 ) -> None:
     """The package in use is mlflow-skinny, without the packages of databases."""
@@ -406,7 +413,7 @@ def test_an_mlflow_store_that_would_log_nothing_is_refused_with_what_to_give_ins
     check_trackers(configured(mlflow_tracking_uri="http://127.0.0.1:1").run)
 
 
-def test_a_sink_that_fails_is_told_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_sink_is_reported_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Sink):
         def step(self, step: int, values: Mapping[str, float]) -> None:
             raise OSError("no space left\nmore")
@@ -453,7 +460,7 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
         assert part in drawn.get()
 
 
-def test_what_is_noted_scrolls_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_scroll_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = io.StringIO()
     observer = RunObserver([LiveProgress(5, Console(file=drawn, force_terminal=True, width=100))])
     observer.note("model: runs/a/[b]/c")
@@ -470,7 +477,7 @@ def test_no_progress_still_prints_notes(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "run folder: x\n"
 
 
-def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
+def test_current_phase_is_visible_to_other_threads(tmp_path: Path) -> None:
     before = time.time()
     RunObserver([PhaseFile(tmp_path / "phase.json")]).phase("sync", 3)
     content = json.loads((tmp_path / "phase.json").read_text())
@@ -478,14 +485,14 @@ def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
     assert content == {"pid": os.getpid(), "step": 3, "phase": "sync"}
 
 
-def test_a_note_moves_no_cursor_whatever_user_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_note_with_control_characters_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     RunObserver([]).note("the first failure: \x1b[2J\x1b]0;title\x07 \ud800\n  of user code")
     assert capsys.readouterr().out == (
         "the first failure: \\x1b[2J\\x1b]0;title\\x07 \\ud800\n  of user code\n"
     )
 
 
-def test_a_note_to_a_terminal_that_is_gone_never_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_to_a_closed_terminal_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError
 

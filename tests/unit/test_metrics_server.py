@@ -77,7 +77,7 @@ def says(text: str) -> Callable[[BaseHTTPRequestHandler], None]:
     return respond
 
 
-def test_the_run_and_its_servers_are_shown_at_one_port() -> None:
+def test_metrics_of_run_and_servers_are_served_at_one_port() -> None:
     exporter = RunExporter()
     exporter.step(4, {"rollout/reward_mean": 0.5})
     with engine(says("sglang:num_running_reqs 3\n")) as url:
@@ -93,18 +93,18 @@ def test_the_run_and_its_servers_are_shown_at_one_port() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics/../etc/passwd", "/metricsx", "/metrics/http://x/"])
-def test_nothing_else_is_answered(path: str) -> None:
+def test_metrics_server_answers_no_other_path_or_method(path: str) -> None:
     with serving() as server:
         assert get(server, path)[0] == 404
         assert get(server, "/metrics", "POST") == (405, "GET only\n")
 
 
-def test_a_port_that_is_taken_is_an_error_at_once() -> None:
+def test_taken_metrics_port_is_an_error_at_once() -> None:
     with serving() as first, pytest.raises(OSError, match="in use"), serving(port=first.port):
         pass
 
 
-def test_an_engine_that_hangs_costs_its_own_answer_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrape_of_a_hung_engine_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_UPSTREAM_DEADLINE_S", 0.3)
     over = threading.Event()
 
@@ -125,7 +125,9 @@ def test_an_engine_that_hangs_costs_its_own_answer_a_deadline(monkeypatch: pytes
     assert text.startswith("engine-0 does not answer")
 
 
-def test_an_engine_that_sends_for_ever_is_cut_off_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrape_of_an_engine_that_sends_for_ever_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A byte now and then keeps each wait of a socket short."""
     monkeypatch.setattr(metrics_server, "_UPSTREAM_DEADLINE_S", 0.5)
     over = threading.Event()
@@ -148,7 +150,7 @@ def test_an_engine_that_sends_for_ever_is_cut_off_by_the_deadline(monkeypatch: p
     assert "engine-0 does not answer" in text
 
 
-def test_an_engine_without_metrics_is_told_how_to_have_them() -> None:
+def test_scrape_of_an_engine_without_metrics_names_the_setting() -> None:
     with engine(lambda handler: handler.send_error(404)) as url:
         upstreams = {"engine-0": url, "router": url}
         with serving(None, lambda: upstreams) as server:
@@ -157,7 +159,7 @@ def test_an_engine_without_metrics_is_told_how_to_have_them() -> None:
             assert get(server, "/metrics/router") == (502, "router answered 404\n")
 
 
-def test_an_engine_that_is_gone_or_speaks_no_http_is_named() -> None:
+def test_scrape_of_a_missing_engine_names_the_engine() -> None:
     with closing(socket.create_server((LOOPBACK, 0))) as closed:
         port = closed.getsockname()[1]
     with closing(socket.create_server((LOOPBACK, 0))) as raw:
@@ -180,7 +182,7 @@ def test_an_engine_that_is_gone_or_speaks_no_http_is_named() -> None:
                 assert text.startswith(f"{name} does not answer")
 
 
-def test_a_client_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_metrics_client_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 0.2)
     with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=10) as client:
         assert client.recv(1) == b"", "closed by the server"
@@ -188,7 +190,7 @@ def test_a_client_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("request_so_far", [b"", b"GET /metrics HTTP/1.1\r\nX-Long: "])
-def test_a_client_that_drips_its_request_is_disconnected(
+def test_slowly_sending_metrics_client_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, request_so_far: bytes
 ) -> None:
     """A byte now and then keeps each wait of a socket short."""
@@ -209,7 +211,7 @@ def test_a_client_that_drips_its_request_is_disconnected(
         assert get(server)[0] == 200
 
 
-def test_clients_that_say_nothing_keep_no_thread_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_metrics_clients_hold_no_threads_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_MAX_CONNECTIONS", 2)
     monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 20)
     with serving() as server, contextlib.ExitStack() as stack:
@@ -227,7 +229,7 @@ def test_clients_that_say_nothing_keep_no_thread_above_the_limit(monkeypatch: py
         assert status == 200
 
 
-def test_many_scrapes_at_a_time_are_refused_not_queued() -> None:
+def test_too_many_concurrent_scrapes_are_refused() -> None:
     entered = threading.Semaphore(0)
     over = threading.Event()
 
@@ -256,7 +258,7 @@ def test_many_scrapes_at_a_time_are_refused_not_queued() -> None:
         assert get(server)[0] == 200
 
 
-def test_the_end_of_the_run_frees_the_port_though_a_scrape_hangs() -> None:
+def test_end_of_the_run_frees_the_metrics_port_despite_a_hung_scrape() -> None:
     entered = threading.Event()
     over = threading.Event()
 

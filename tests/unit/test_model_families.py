@@ -45,7 +45,7 @@ NAMES: tuple[Family, ...] = get_args(Family)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(deadline=None)
-def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
+def test_fused_qkv_is_interleaved_by_key_value_group_and_splits_back(
     groups: int, queries: int, head_dim: int, columns: int | None, dtype: torch.dtype
 ) -> None:
     """Row by row against the definition: of each group its queries, its key, its value."""
@@ -65,7 +65,7 @@ def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
 
 
 @pytest.mark.parametrize(("fusion", "count"), [("plain", 1), ("stack", 2)])
-def test_the_other_fusions_come_back(fusion: Fusion, count: int) -> None:
+def test_other_fused_weights_split_back(fusion: Fusion, count: int) -> None:
     tensors = [torch.randn(6, 4) for _ in range(count)]
     joined = join(fusion, list(tensors), groups=1)
     assert torch.equal(joined, torch.cat(tensors))
@@ -91,7 +91,9 @@ def test_a_family_file_lists_each_tensor_that_transformers_saves_once(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", NAMES)
-def test_the_models_without_transformers_have_the_same_tensors(family: Family, tied: bool) -> None:
+def test_models_without_a_transformers_class_have_the_tensors_of_their_family_file(
+    family: Family, tied: bool
+) -> None:
     shapes = tensor_shapes(
         family,
         vocab_size=512,
@@ -108,7 +110,7 @@ def test_the_models_without_transformers_have_the_same_tensors(family: Family, t
     assert sorted(listed) == sorted(name for name, _ in shapes)
 
 
-def test_every_part_of_invrl_knows_the_same_families() -> None:
+def test_every_part_of_invrl_supports_the_same_families() -> None:
     """The family files are the list. A family that the tests, the documentation, transformers or SGLang do
     not know fails here; the other parts read the list."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -131,7 +133,7 @@ def test_every_part_of_invrl_knows_the_same_families() -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_doctor_names_the_family_and_says_where_it_is_served(tmp_path: Path, model_type: str) -> None:
+def test_doctor_names_the_family_and_its_supported_devices(tmp_path: Path, model_type: str) -> None:
     family = FAMILIES[model_type]
     (tmp_path / "config.json").write_text(json.dumps(config(model_type=model_type)))
     run = resolve(Source(name="test", tables={"model": {"model_path": str(tmp_path)}}))
@@ -156,19 +158,19 @@ def test_sglang_has_the_class_of_the_family(model_type: str) -> None:
     assert re.search(rf"^class {family.architecture}\b", source.read_text(), re.MULTILINE)
 
 
-def test_an_engine_s_fusion_means_the_same_in_every_family() -> None:
+def test_fused_engine_parameter_means_the_same_in_every_family() -> None:
     for family in FAMILIES.values():
         for fused, parts in family.engine_fusions.items():
             assert FUSED[fused] == parts
 
 
-def test_an_engine_s_expert_parameters_mean_the_same_in_every_family() -> None:
+def test_expert_parameters_of_engines_mean_the_same_in_every_family() -> None:
     for family in FAMILIES.values():
         for fused, parts in family.engine_experts.items():
             assert EXPERTS[fused] == parts
 
 
-def test_what_an_engine_fuses_is_sent_back_to_back() -> None:
+def test_weights_fused_by_an_engine_are_sent_consecutively() -> None:
     for model_type, family in FAMILIES.items():
         parsed = parse_hf_config(config(model_type=model_type))
         names = [name for p in family.parameters(parsed) for name in p.hugging_face]
@@ -205,13 +207,15 @@ def config(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def test_what_config_json_leaves_out_has_its_documented_default() -> None:
+def test_fields_missing_from_config_json_have_their_documented_defaults() -> None:
     parsed = parse_hf_config(config())
-    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope.rope_theta) == (4, 16, 10000.0)
+    assert parsed.num_key_value_heads == 4
+    assert parsed.head_dim == 16
+    assert parsed.rope.rope_theta == 10000.0
     assert (parsed.rope.kind, parsed.tie_word_embeddings) == ("default", False)
 
 
-def test_null_means_the_default() -> None:
+def test_null_in_config_json_means_the_default() -> None:
     parsed = parse_hf_config(config(head_dim=None, num_key_value_heads=None, rope_scaling=None))
     assert parsed == parse_hf_config(config())
 
@@ -230,9 +234,7 @@ def test_null_means_the_default() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
-def test_a_model_that_would_be_computed_wrongly_is_refused_by_name(
-    fields: dict[str, Any], named: str
-) -> None:
+def test_model_that_would_be_computed_wrongly_is_refused_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(**fields))
     assert caught.value.field == f"config.json: {named}"
@@ -263,14 +265,14 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ],
 )
-def test_a_glm_that_megatron_would_compute_otherwise_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_glm_that_megatron_would_compute_differently_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(model_type="glm4_moe", **fields))
     assert caught.value.field == f"config.json: {named}"
 
 
 @pytest.mark.parametrize(("family", "reason"), [("qwen3", "no experts"), ("qwen3_moe", "no bias")])
-def test_a_rate_for_a_bias_that_a_family_lacks_is_refused(family: str, reason: str) -> None:
+def test_router_bias_rate_is_refused_for_a_family_without_the_bias(family: str, reason: str) -> None:
     balanced = TrainConfig(moe_router_bias_update_rate=0.001)
     with pytest.raises(ConfigError, match=reason) as caught:
         balanced.check_model(parse_hf_config(config(model_type=family)))
@@ -289,19 +291,19 @@ def test_a_rate_for_a_bias_that_a_family_lacks_is_refused(family: str, reason: s
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
 )
-def test_a_deepseek_that_is_not_computed_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_deepseek_variant_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(model_type="deepseek_v3", **fields))
     assert caught.value.field == f"config.json: {named}"
 
 
-def test_a_deepseek_s_head_is_as_large_as_a_query() -> None:
+def test_deepseek_head_size_is_that_of_a_query() -> None:
     """transformers writes the size of its turned part into head_dim."""
     parsed = parse_hf_config(config(model_type="deepseek_v3", head_dim=64))
     assert (parsed.head_dim, parsed.rotary_dim) == (192, 64)
 
 
-def test_layers_behind_the_model_s_own_are_left_out() -> None:
+def test_prediction_layers_after_the_last_layer_are_ignored() -> None:
     """GLM's folders have a layer more, which predicts further tokens."""
     parsed = parse_hf_config(config(model_type="glm4_moe", num_hidden_layers=2))
     assert parsed.leaves_out("model.layers.2.eh_proj.weight")
@@ -313,12 +315,12 @@ def test_layers_behind_the_model_s_own_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 512])
-def test_mistral_s_window_is_that_of_config_json(window: int | None) -> None:
+def test_mistral_window_is_read_from_config_json(window: int | None) -> None:
     parsed = parse_hf_config(config(model_type="mistral", sliding_window=window))
     assert {parsed.attention(layer).window for layer in range(2)} == {window}
 
 
-def test_a_config_json_of_mistral_without_a_window_has_transformers_own() -> None:
+def test_mistral_without_a_window_has_the_default_of_transformers() -> None:
     assert parse_hf_config(config(model_type="mistral")).attention(0).window == 4096
 
 
@@ -328,14 +330,14 @@ def test_a_config_json_of_mistral_without_a_window_has_transformers_own() -> Non
 GEMMA = {"model_type": "gemma3_text", "sliding_window": 100, "num_hidden_layers": 6}
 
 
-def test_each_sixth_layer_of_gemma_attends_to_all_tokens() -> None:
+def test_every_sixth_layer_of_gemma_attends_to_all_tokens() -> None:
     parsed = parse_hf_config(config(**GEMMA))
     assert [parsed.attention(layer).window for layer in range(6)] == [100] * 5 + [None]
     other = parse_hf_config(config(**GEMMA, sliding_window_pattern=3))
     assert [other.attention(layer).window for layer in range(6)] == [100, 100, None] * 2
 
 
-def test_both_generations_of_config_json_give_gemma_its_two_ropes() -> None:
+def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = parse_hf_config(
         config(**GEMMA, rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(scaling))
@@ -350,7 +352,8 @@ def test_both_generations_of_config_json_give_gemma_its_two_ropes() -> None:
         )
     )
     for parsed in (old, new):
-        sliding, full = parsed.attention(0).rope, parsed.attention(5).rope
+        sliding = parsed.attention(0).rope
+        full = parsed.attention(5).rope
         assert (sliding.kind, sliding.rope_theta) == ("default", 2e4)
         assert (full.kind, full.rope_theta) == ("linear", 2e6)
         assert full.model_dump()["factor"] == 8.0
@@ -369,7 +372,7 @@ def test_both_generations_of_config_json_give_gemma_its_two_ropes() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
     ],
 )
-def test_a_gemma_that_is_not_computed_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_gemma_variant_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(**GEMMA, **fields))
     assert caught.value.field == f"config.json: {named}"
@@ -404,26 +407,26 @@ UNSERVED_DEEPSEEK = [
         *[(DEEPSEEK | fields, named) for fields, named in UNSERVED_DEEPSEEK],
     ],
 )
-def test_what_sglang_computes_otherwise_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_field_that_sglang_computes_differently_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match="SGLang") as caught:
         parse_hf_config(config(**fields)).check_served()
     assert caught.value.field == f"config.json: {named}"
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_an_ordinary_model_of_each_family_is_served(model_type: str) -> None:
+def test_ordinary_model_of_each_family_passes_the_checks(model_type: str) -> None:
     fields = DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN} if model_type == "deepseek_v3" else {}
     parse_hf_config(config(**{"model_type": model_type, **fields})).check_served()
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
-def test_both_names_of_the_number_of_experts(name: str) -> None:
+def test_both_field_names_for_the_number_of_experts_are_read(name: str) -> None:
     parsed = parse_hf_config(config(model_type="qwen3_moe", **{name: 12}))
     assert parsed.experts is not None
     assert parsed.experts.count == 12
 
 
-def test_a_window_that_is_not_used_is_none() -> None:
+def test_unused_window_is_ignored() -> None:
     """Qwen2's config.json has a window and a switch that is off."""
     parsed = parse_hf_config(config(model_type="qwen2", sliding_window=128, use_sliding_window=False))
     assert parsed.attention(0).window is None

@@ -38,14 +38,14 @@ def configuration(model: Path, reference: str = "") -> Config:
     return resolve(Source(name="test", tables=tables))
 
 
-def test_a_run_stands_for_its_newest_model(run: Path) -> None:
+def test_model_path_of_a_run_folder_means_its_newest_model(run: Path) -> None:
     config = configuration(run)
     assert config.model.folder == run / "checkpoints/step-000004/hugging_face"
     assert config.model.name == "first stage"
     assert check_model(config) == config.model.folder
 
 
-def test_weights_by_themselves_count_too(run: Path) -> None:
+def test_weights_saved_without_a_checkpoint_count_as_newest_model(run: Path) -> None:
     shutil.copytree(run / "checkpoints/step-000004/hugging_face", run / "checkpoints/model-000005")
     config = configuration(run)
     assert config.model.folder == run / "checkpoints/model-000005"
@@ -53,7 +53,7 @@ def test_weights_by_themselves_count_too(run: Path) -> None:
     assert with_models_of_runs(config).model.model_path == str(run / "checkpoints/model-000005")
 
 
-def test_the_model_is_settled_and_kept(run: Path, tmp_path: Path) -> None:
+def test_model_path_of_a_run_is_resolved_once_and_its_model_kept(run: Path, tmp_path: Path) -> None:
     config = with_models_of_runs(configuration(run, reference=str(run)))
     checkpoint = run / "checkpoints/step-000004"
     assert config.model.model_path == str(checkpoint)
@@ -67,7 +67,7 @@ def test_the_model_is_settled_and_kept(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "model" / KEEP_NAME).exists()
 
 
-def test_a_run_without_a_model_is_refused(run: Path) -> None:
+def test_model_path_of_a_run_without_a_model_is_refused(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     config = with_models_of_runs(configuration(run))
     assert config.model.model_path == str(run)

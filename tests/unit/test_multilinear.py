@@ -30,7 +30,7 @@ def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("shape", [(24, 64), (32,), (8, 16, 4), (8, 3)])
-def test_the_checksums_of_slices_add_up_to_that_of_the_whole(
+def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ def test_the_checksums_of_slices_add_up_to_that_of_the_whole(
     assert checksum_of_whole(tensor.clone()) == whole
 
 
-def test_it_is_the_sum_that_the_docstring_says() -> None:
+def test_multilinear_checksum_equals_its_definition_in_whole_numbers() -> None:
     """Against whole numbers without a limit, so that wrapping is right."""
     from invrl.weights.multilinear import COLUMN_SEED, ROW_SEED, coefficients
 
@@ -61,7 +61,7 @@ def test_it_is_the_sum_that_the_docstring_says() -> None:
     assert checksum_of_whole(MATRIX) == f"{total % 2**64:016x}"
 
 
-def test_damage_changes_it() -> None:
+def test_every_damage_changes_the_checksum() -> None:
     seen = {checksum_of_whole(MATRIX)}
     for row, column, bit in itertools.product((0, 11, 23), (0, 1, 47), (0, 31)):
         damaged = MATRIX.clone()
@@ -80,7 +80,7 @@ def test_damage_changes_it() -> None:
     assert len(seen) == 1 + 18 + 4 + 5
 
 
-def test_a_wrong_slice_in_one_rank_is_found_and_named() -> None:
+def test_wrong_slice_in_one_rank_is_named() -> None:
     whole = checksum_of_whole(MATRIX)
     (first, first_place), (second, second_place) = cut(MATRIX, 0, 2)
     right = [{"x": checksum_of_slice(first, first_place, MATRIX.shape)}]
@@ -96,7 +96,7 @@ def test_a_wrong_slice_in_one_rank_is_found_and_named() -> None:
         assert reason in checksums_of_ranks(by_rank)["x"]
 
 
-def test_a_cut_within_a_word_is_refused() -> None:
+def test_slice_that_cuts_a_64_bit_word_is_refused() -> None:
     tensor = torch.zeros(4, 12, dtype=torch.bfloat16)
     with pytest.raises(LayoutError, match="within a word"):
         added(tensor, cut(tensor, 1, 2))

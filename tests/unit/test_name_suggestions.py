@@ -10,7 +10,7 @@ from invrl.run.name_suggestions import _FOREIGN_NAMES, RENAMED, meant_setting, n
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 
 
-def test_the_table_leads_to_settings_that_there_are_and_hides_none():
+def test_table_of_foreign_names_leads_only_to_existing_settings():
     assert set(_FOREIGN_NAMES) <= set(OURS)
     foreign = [name for names in _FOREIGN_NAMES.values() for name in names.split()]
     assert len(foreign) == len(set(foreign)), "a name has one meaning"
@@ -18,7 +18,7 @@ def test_the_table_leads_to_settings_that_there_are_and_hides_none():
 
 
 @pytest.mark.parametrize("ours", sorted(_FOREIGN_NAMES))
-def test_every_foreign_name_is_answered_with_ours(ours: str):
+def test_every_foreign_setting_name_suggests_ours(ours: str):
     for foreign in _FOREIGN_NAMES[ours].split():
         assert meant_setting(foreign) == ours
         assert near_settings(
@@ -26,7 +26,7 @@ def test_every_foreign_name_is_answered_with_ours(ours: str):
         ) == [f"--{ours.replace('_', '-')}"]
 
 
-def test_a_meaning_that_the_command_does_not_take_is_not_suggested():
+def test_setting_that_the_command_lacks_is_not_suggested():
     assert near_settings("--learning-rate", ["--seed", "--gateway-port"]) == []
 
 
@@ -40,7 +40,7 @@ def test_a_meaning_that_the_command_does_not_take_is_not_suggested():
         ("--timeout-of-the-session", "--session-idle-timeout-s"),
     ],
 )
-def test_by_spelling_of_ours_or_theirs_and_by_words(wrong: str, near: str):
+def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: str):
     assert near in near_settings(wrong, [f"--{name.replace('_', '-')}" for name in OURS])
 
 

@@ -137,7 +137,7 @@ ACTIONS = ("newcomer", "update", "stage", "load", "newcomer loads", "prove")
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(ACTIONS), max_size=40))
-def test_in_every_order_no_slot_is_torn_and_everybody_ends(actions: list[str]) -> None:
+def test_no_order_of_events_tears_a_slot_or_blocks_an_engine(actions: list[str]) -> None:
     """`Fleet` and its engines assert the invariants as things happen."""
     asyncio.run(run_story(actions))
 
@@ -168,7 +168,7 @@ async def run_story(actions: Sequence[str]) -> None:
     assert {engine.version for engine in fleet.engines} == {version}
 
 
-async def test_a_newcomer_loads_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_engine_loads_at_most_twice_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the updates come: they wait for its second load."""
     fleet = Fleet()
     for gate in fleet.gates.values():
@@ -202,7 +202,7 @@ async def test_a_newcomer_loads_twice_at_most(monkeypatch: pytest.MonkeyPatch) -
 class TestGivenUp:
     """A deadline that passes costs the newcomer, not the update."""
 
-    async def test_one_that_reads_old_memory(self) -> None:
+    async def test_new_engine_that_reads_an_old_version_for_too_long_is_given_up(self) -> None:
         newcomers = Newcomers(deadline_s=0.01)
 
         async def read() -> None:
@@ -218,7 +218,7 @@ class TestGivenUp:
         with pytest.raises(WeightSyncError, match=reason):
             await reading
 
-    async def test_one_that_takes_its_second_time(self) -> None:
+    async def test_new_engine_that_takes_too_long_for_its_second_load_is_given_up(self) -> None:
         newcomers = Newcomers(deadline_s=0.01)
 
         async def read() -> None:
@@ -231,7 +231,7 @@ class TestGivenUp:
         with pytest.raises(WeightSyncError, match="for it to finish"):
             await reading
 
-    async def test_the_update_does_not_wait_for_its_end(self) -> None:
+    async def test_update_does_not_wait_for_the_end_of_a_given_up_engine(self) -> None:
         newcomers = Newcomers(deadline_s=0.01)
         may_end = asyncio.Event()
 
@@ -250,7 +250,7 @@ class TestGivenUp:
         with pytest.raises(WeightSyncError, match="given up"):
             await reading
 
-    async def test_an_error_of_its_own_stays_what_it_is(self) -> None:
+    async def test_error_of_a_new_engine_keeps_its_type(self) -> None:
         newcomers = Newcomers(deadline_s=0.01)
         with pytest.raises(TimeoutError, match="mine"):
             async with newcomers.reading("engine-1", WeightVersion(1)):

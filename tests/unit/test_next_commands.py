@@ -47,7 +47,7 @@ def by_name(text: str) -> dict[str, list[str]]:
     return {"tensorboard" if w[0] == "--logdir" else w[0]: w if w[0] == "--logdir" else w[1:] for w in rest}
 
 
-def test_the_end_of_a_run_names_what_to_do_with_it(config: Config, folder: RunFolder) -> None:
+def test_end_of_a_run_prints_the_next_commands(config: Config, folder: RunFolder) -> None:
     save(folder, 4)
     newest = save(folder, 12)
     folder.store_path.write_bytes(b"")
@@ -70,7 +70,7 @@ def test_the_end_of_a_run_names_what_to_do_with_it(config: Config, folder: RunFo
     assert measured.model.folder == newest / "hugging_face"
 
 
-def test_a_run_that_was_ended_is_gone_on_with(config: Config, folder: RunFolder) -> None:
+def test_interrupted_run_prints_the_resume_command(config: Config, folder: RunFolder) -> None:
     text = describe_next(config, folder, finished=False)
     assert list(by_name(text)) == ["resume"], "nothing else is there"
     assert "there is no checkpoint yet" in text
@@ -95,7 +95,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(config: Config, fold
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")])
-def test_train_prints_them_whatever_ended_it(
+def test_train_prints_next_commands_after_every_kind_of_end(
     config: Config,
     folder: RunFolder,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,7 +113,9 @@ def test_train_prints_them_whatever_ended_it(
     assert said in out
 
 
-def test_a_program_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_program_name_is_one_that_a_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beside = tmp_path / "venv" / "bin"
     beside.mkdir(parents=True)
     for name in ("python", "invrl"):

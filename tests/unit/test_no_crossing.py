@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from test_gateway_turns import model, renderer, running  # noqa: F401
+from running_gateway import running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
@@ -29,7 +29,8 @@ ROUTES = ("/chat/completions", "/completions", "/responses", "/messages")
 
 def body(path: str, text: str, reply: str, stream: bool) -> dict[str, Any]:
     """The first request of a session; with a `reply` to it, the one that goes on."""
-    first, more = {"role": "user", "content": text}, {"role": "user", "content": "Again."}
+    first = {"role": "user", "content": text}
+    more = {"role": "user", "content": "Again."}
     messages = [first, {"role": "assistant", "content": reply}, more] if reply else [first]
     match path:
         case "/completions":
@@ -64,10 +65,10 @@ def shown(path: str, raw: str, stream: bool) -> str:
             return "".join(block["text"] for block in whole["content"])
 
 
-async def test_no_canary_of_2000_concurrent_sessions_is_seen_in_another(
+async def test_canaries_of_2000_concurrent_sessions_never_cross(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Every second session streams, the dialects take turns, and each session asks twice: a first answer,
     then what goes on from it. All first requests are in flight together before the engine answers any."""
@@ -101,8 +102,11 @@ async def test_no_canary_of_2000_concurrent_sessions_is_seen_in_another(
         ) as http:
 
             async def agent(number: int, session: Session) -> list[str]:
-                path, stream = ROUTES[number % 4], number // 4 % 2 == 1
-                own, reply, seen = f"canary-{number:04}-end", "", []
+                path = ROUTES[number % 4]
+                stream = number // 4 % 2 == 1
+                own = f"canary-{number:04}-end"
+                reply = ""
+                seen = []
                 for _ in range(2):
                     asks = body(path, f"Say {own}", reply, stream)
                     async with http.post(f"{gateway.url}/s/{session.key}/v1{path}", json=asks) as answer:

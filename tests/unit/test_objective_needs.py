@@ -42,14 +42,14 @@ def of_this_file(name: str) -> AlgorithmConfig:
     return AlgorithmConfig(objective=f"{__name__}:{name}")
 
 
-def test_the_policy_gradient_needs_what_its_settings_read() -> None:
+def test_policy_gradient_needs_follow_from_its_settings() -> None:
     assert is_built_in("rl")
     assert needs_of(AlgorithmConfig()) == Needs(old=True)
     assert needs_of(AlgorithmConfig(old_logprobs="engine")) == Needs()
     assert needs_of(AlgorithmConfig(kl_coef=0.1)) == Needs(old=True, reference=True)
 
 
-def test_an_objective_of_the_users_needs_what_it_says() -> None:
+def test_user_objective_needs_what_it_declares() -> None:
     assert needs_of(of_this_file("plain")) == Needs()
     assert needs_of(of_this_file("with_needs")) == Needs(old=True, reference=True)
     assert objective_of(of_this_file("plain")) is plain
@@ -64,7 +64,7 @@ def test_an_objective_of_the_users_needs_what_it_says() -> None:
         ("missing", "has no 'missing'"),
     ],
 )
-def test_an_objective_that_cannot_be_used_is_refused_by_name(name: str, reason: str) -> None:
+def test_unusable_objective_is_refused_by_name(name: str, reason: str) -> None:
     with pytest.raises(PluginError, match=f"(?s)objective.*{name}.*{reason}"):
         needs_of(of_this_file(name))
 
@@ -108,7 +108,7 @@ def raising(inputs: LossInputs) -> LossOutputs:
 
 
 @pytest.mark.parametrize("name", ["square", "of_entropies", "of_a_column_of_the_run"])
-def test_an_objective_is_tried_before_the_start(name: str) -> None:
+def test_objective_is_tried_before_the_start(name: str) -> None:
     try_objective(of_this_file(name))
 
 
@@ -123,7 +123,7 @@ def test_an_objective_is_tried_before_the_start(name: str) -> None:
         ("raising", "it raised RuntimeError: shapes differ"),
     ],
 )
-def test_an_objective_that_fails_when_tried_is_refused(name: str, reason: str) -> None:
+def test_objective_that_fails_its_trial_is_refused(name: str, reason: str) -> None:
     with pytest.raises(PluginError, match=f"(?s)objective.*{name}.*{reason}"):
         try_objective(of_this_file(name))
 
@@ -139,7 +139,7 @@ def table(group_ids: str, *, reference: bool = True) -> RowTable:
     )
 
 
-def test_tables_of_ranks_are_joined_in_order_and_a_rank_may_have_no_row() -> None:
+def test_objective_tables_of_ranks_are_joined_in_order() -> None:
     joined = RowTable.joined([table(""), table("ab"), table("", reference=False), table("c")])
     assert joined.group_ids == ("a", "b", "c")
     assert joined.tokens_M.tolist() == [97, 98, 99]
@@ -155,7 +155,7 @@ def with_values(inputs: object) -> None: ...
 with_values.needs = Needs(values=True)
 
 
-def test_the_critic_follows_from_the_advantage() -> None:
+def test_critic_is_needed_by_its_advantages() -> None:
     assert needs_of(AlgorithmConfig(advantage="gae")).values
     assert not needs_of(AlgorithmConfig(advantage="grpo")).values
     assert not needs_of(AlgorithmConfig(advantage="gae")).reference
@@ -163,7 +163,7 @@ def test_the_critic_follows_from_the_advantage() -> None:
     assert needs_of(with_kl).reference
 
 
-def test_an_objective_of_the_users_names_the_values_that_its_advantages_need() -> None:
+def test_user_objective_declares_the_critic_values_of_its_advantages() -> None:
     config = of_this_file("with_values")
     assert needs_of(config).values
     with_gae = config.model_copy(update={"advantage": "gae"})
@@ -175,7 +175,7 @@ def test_an_objective_of_the_users_names_the_values_that_its_advantages_need() -
         needs_of(of_this_file("with_needs").model_copy(update={"advantage": "gae"}))
 
 
-def test_the_critics_lambda_follows_the_policys() -> None:
+def test_critic_lambda_defaults_to_the_policys() -> None:
     assert AlgorithmConfig(gae_lambda=0.7).critic_gae_lambda == 0.7
     assert AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
     vapo = AlgorithmConfig(algorithm_preset="vapo")

@@ -7,53 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import LAYOUTS, batch_of, rows, sample, visible
 
 from invrl.train import packing
-from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.micro_batch import Row
 from invrl.train.packing import pack
 from invrl.train.sharding import shard_batch
-from invrl.types import TrainBatch, TrainSample, WeightVersion
-
-LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}
-"""Up to how many tokens a tree is under one mask."""
-
-
-@st.composite
-def rows(draw: st.DrawFn) -> list[Row]:
-    drawn: list[Row] = []
-    for _ in range(draw(st.integers(0, 7))):
-        tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
-        wanted = draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else set()
-        drawn.append(
-            Row(
-                tokens_T=np.array(tokens, np.int32),
-                wanted_N=np.array(sorted(wanted), np.int64),
-                temperature=draw(st.sampled_from([0.5, 1.0])),
-            )
-        )
-    return drawn
-
-
-def visible(micro_batch: MicroBatch) -> list[np.ndarray]:
-    """Places that each packed token attends to, ascending by position."""
-    seen: list[np.ndarray] = []
-    for block in micro_batch.blocks:
-        assert block.start == len(seen), "blocks tile the row"
-        keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
-        count = block.end - block.start
-        mask_QK = block.mask_QK
-        if mask_QK is None:
-            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
-        assert mask_QK.shape == (count, len(keys_K))
-        seen += [keys_K[mask_Q] for mask_Q in mask_QK]
-    assert len(seen) == len(micro_batch.tokens_P) == len(micro_batch.positions_P)
-    return [places[np.argsort(micro_batch.positions_P[places])] for places in seen]
+from invrl.types import TrainBatch
 
 
 @pytest.mark.parametrize("share", [True, False])
 @given(data=rows(), more=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_what_sees_a_token_ends_with_its_last_descendant(share: bool, data: list[Row], more: int) -> None:
+def test_last_query_that_sees_a_token_is_its_last_descendant(share: bool, data: list[Row], more: int) -> None:
     for packed in pack(data, max_tokens=1000, share_prefixes=share):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
         for place, ancestors in enumerate(visible(micro_batch)):
@@ -93,7 +59,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
 
 
 @given(data=rows(), max_tokens=st.sampled_from([5, 1000]), more=st.integers(0, 4))
-def test_a_packed_token_knows_how_many_rows_have_it(data: list[Row], max_tokens: int, more: int) -> None:
+def test_packed_token_counts_the_rows_that_share_it(data: list[Row], max_tokens: int, more: int) -> None:
     for packed in pack(data, max_tokens=max_tokens, share_prefixes=True):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
         computed = [
@@ -118,7 +84,9 @@ def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20), share=st.booleans())
-def test_micro_batches_are_bounded_and_never_none(data: list[Row], max_tokens: int, share: bool) -> None:
+def test_micro_batches_are_bounded_and_there_is_at_least_one(
+    data: list[Row], max_tokens: int, share: bool
+) -> None:
     micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
     assert micro_batches
     for micro_batch in micro_batches:
@@ -142,7 +110,7 @@ def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
     return [Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0) for _ in range(count)]
 
 
-def test_equal_rows_need_the_logits_of_one() -> None:
+def test_equal_rows_share_their_logits() -> None:
     """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits for each trained token
     would be 131,072 of them."""
     (micro_batch,) = pack(equal_rows(256, 512, 512), max_tokens=4096, share_prefixes=True)
@@ -152,7 +120,7 @@ def test_equal_rows_need_the_logits_of_one() -> None:
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
-def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
+def test_placing_picked_values_restores_the_rows(data: list[Row], max_tokens: int) -> None:
     values = [np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32) for row in data]
     back = [np.zeros_like(value) for value in values]
     for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=True):
@@ -164,34 +132,6 @@ def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
 
 
 # ------------------------------------------------------------------ mini-batches and ranks
-
-
-def sample(group: int, rollout: int, length: int, trained: int) -> TrainSample:
-    mask_T = np.zeros(length, np.bool_)
-    mask_T[length - trained :] = True
-    tokens_T = np.full(length, group, np.int32)
-    tokens_T[length - trained :] = rollout + 1000
-    return TrainSample(
-        tokens_T=tokens_T,
-        loss_mask_T=mask_T,
-        rollout_logprobs_T=np.zeros(length, np.float32),
-        versions_T=np.where(mask_T, 0, -1).astype(np.int32),
-        reward=0.0,
-        temperature=1.0,
-        group_id=f"g{group}",
-        rollout_id=f"g{group}r{rollout}",
-        attempt=0,
-        turn_ids=("t",),
-    )
-
-
-def batch_of(samples: list[TrainSample]) -> TrainBatch:
-    return TrainBatch(
-        batch_id=7,
-        version=WeightVersion(0),
-        samples=tuple(samples),
-        advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
-    )
 
 
 @st.composite
@@ -253,7 +193,7 @@ def test_groups_stay_whole_on_a_rank_where_that_balances() -> None:
     assert not groups[0] & groups[1]
 
 
-def test_one_big_group_is_split_over_ranks() -> None:
+def test_one_large_group_is_split_over_ranks() -> None:
     batch = batch_of([sample(0, r, 60, 50) for r in range(8)])
     shards = shard_batch(batch, ranks=2, steps=1)
     assert [len(shard[0].samples) for shard in shards] == [4, 4]
@@ -285,7 +225,7 @@ def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> No
     assert padded.experts_PLK.ravel().tolist() == [3, 6, 5, 7, -1, -1, -1, -1]
 
 
-def test_rows_without_experts_make_micro_batches_without() -> None:
+def test_rows_without_experts_make_micro_batches_without_experts() -> None:
     [micro_batch] = pack(equal_rows(3, 5, 4), max_tokens=10_000, share_prefixes=True)
     assert micro_batch.experts_PLK is None
     assert micro_batch.num_unrecorded == len(micro_batch.tokens_P)

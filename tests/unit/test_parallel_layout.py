@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceConfig:
     return read_hf_config(make_tiny_model(folder, layers=6, heads=8, kv_heads=4, head_dim=16, vocab_size=512))
 
 
-def test_the_settings_make_the_layout() -> None:
+def test_layout_follows_from_the_settings() -> None:
     train = TrainConfig(
         tensor_model_parallel_size=4,
         context_parallel_size=2,
@@ -70,7 +70,7 @@ def test_coordinates_count_tensor_then_context_then_data_then_pipeline() -> None
     ]
 
 
-def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
+def test_each_rank_belongs_to_the_replica_of_its_data_coordinate() -> None:
     layout = ParallelLayout(tensor=2, context=2, data=3, pipeline=2)
     for data in range(3):
         ranks = layout.replica(data)
@@ -91,7 +91,9 @@ def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
         (ParallelLayout(data=2, pipeline=2), [[0, 2], [1, 3]]),
     ],
 )
-def test_ranks_that_divide_experts_hold_one_copy(layout: ParallelLayout, copies: list[list[int]]) -> None:
+def test_expert_parallel_ranks_hold_one_copy_of_the_experts(
+    layout: ParallelLayout, copies: list[list[int]]
+) -> None:
     for data in range(layout.data):
         [copy] = [copy for copy in copies if layout.replica(data)[0] in copy]
         assert list(layout.model_copy(data)) == copy
@@ -135,9 +137,7 @@ def test_expert_parallel_ranks_that_do_not_fit_are_refused(
         *[(2, 1, 0, 5), (2, 1, 9, 3), (4, 1, 4, 2), (4, 1, 0, 3), (3, 2, 4, 0), (3, 2, 4, 2), (2, 2, 0, 4)],
     ],
 )
-def test_stages_have_the_layers_that_megatron_gives_them(
-    stages: int, chunks: int, first: int, last: int
-) -> None:
+def test_pipeline_stages_have_the_layers_of_megatron(stages: int, chunks: int, first: int, last: int) -> None:
     from invrl.train import device
 
     device.prepare()
@@ -181,7 +181,7 @@ def test_a_layout_that_divides_the_model_is_accepted(model: HuggingFaceConfig, t
     ("tensor", "reason"),
     [(8, "num_key_value_heads 4"), (3, "num_attention_heads 8, num_key_value_heads 4"), (16, "heads 8")],
 )
-def test_a_layout_that_does_not_is_refused_with_the_numbers_that_would_fit(
+def test_layout_that_does_not_divide_the_model_is_refused_with_fitting_numbers(
     model: HuggingFaceConfig, tensor: int, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -192,7 +192,7 @@ def test_a_layout_that_does_not_is_refused_with_the_numbers_that_would_fit(
     assert refused.value.fix == "--tensor-model-parallel-size may be 1, 2 or 4"
 
 
-def test_a_model_that_nothing_divides(tmp_path: Path) -> None:
+def test_model_that_no_layout_divides_is_refused(tmp_path: Path) -> None:
     odd = read_hf_config(make_tiny_model(tmp_path, heads=3, kv_heads=3, head_dim=16, vocab_size=513))
     with pytest.raises(ConfigError, match="may be only 1"):
         ParallelLayout(tensor=2).check(odd)
@@ -267,7 +267,7 @@ def test_stages_that_do_not_divide_the_layers_are_refused(
     assert fix in refused.value.fix
 
 
-def test_routing_is_replayed_in_models_with_experts_only(model: HuggingFaceConfig, tmp_path: Path) -> None:
+def test_routing_replay_needs_a_model_with_experts(model: HuggingFaceConfig, tmp_path: Path) -> None:
     train = TrainConfig(routing_replay="trainer")
     with pytest.raises(ConfigError, match="no experts, so there is no routing to replay"):
         train.check_model(model)

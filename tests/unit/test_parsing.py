@@ -28,7 +28,8 @@ def named(call: Call, arguments: str = "arguments") -> str:
 
 
 def deepseek(between: str, call: Callable[[Call], str]) -> Callable[[Sequence[Call]], str]:
-    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    begin = "<｜tool▁call▁begin｜>"
+    end = "<｜tool▁call▁end｜>"
 
     def spelled(calls: Sequence[Call]) -> str:
         inner = between.join(begin + call(each) + end for each in calls)
@@ -110,7 +111,9 @@ def parsed(
     parsers = Parsers(tool_calls=parsers) if isinstance(parsers, str) else parsers
     stream = bool(pieces)
     parser = parsers.reply(TOOLS, ToolChoice(), parallel=parallel, prompt_text=prompt, stream=stream)
-    at, turn, told = 0, 0, []
+    at = 0
+    turn = 0
+    told = []
     while at < len(text):
         size = pieces[turn % len(pieces)] if pieces else len(text)
         told.append(parser.push(text[at : at + size]))
@@ -124,7 +127,7 @@ def parsed(
 @pytest.mark.parametrize("spelling", SPELLED)
 @settings(max_examples=30, deadline=None)
 @given(made=calls, text=before, pieces=sizes)
-def test_streamed_calls_are_the_whole_ones_and_those_that_were_made(
+def test_streamed_calls_equal_whole_and_generated_calls(
     spelling: str, made: list[Call], text: str, pieces: list[int]
 ):
     name, spelled = SPELLED[spelling]
@@ -139,7 +142,7 @@ def test_streamed_calls_are_the_whole_ones_and_those_that_were_made(
 @pytest.mark.parametrize("spelling", SPELLED)
 @settings(max_examples=30, deadline=None)
 @given(made=calls, text=before, pieces=sizes, at=st.floats(0, 1))
-def test_a_reply_that_ends_inside_of_a_call_keeps_its_text_or_the_begun_call(
+def test_reply_that_ends_inside_a_call_keeps_its_text_or_the_begun_call(
     spelling: str, made: list[Call], text: str, pieces: list[int], at: float
 ):
     name, spelled = SPELLED[spelling]
@@ -162,10 +165,12 @@ part = st.one_of(
 @pytest.mark.parametrize("parser", ENDED)
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(part, min_size=1, max_size=6), cut=st.none() | st.floats(0.1, 0.6), pieces=sizes)
-def test_what_is_no_call_of_a_known_tool_is_content_wherever_it_stands(
+def test_text_that_calls_no_known_tool_is_content(
     parser: str, parts: list[str | Call], cut: float | None, pieces: list[int]
 ):
-    reply, content, made = "", "", []
+    reply = ""
+    content = ""
+    made = []
     for each in parts:
         spelled = each if isinstance(each, str) else ENDED[parser]([each])
         if isinstance(each, tuple) and each[0] != "nobody":
@@ -206,7 +211,7 @@ ODD |= {
 
 @pytest.mark.parametrize(("parser", "reply"), [(name, each) for name, odd in ODD.items() for each in odd])
 @pytest.mark.parametrize("pieces", [(), (50,), (100_000,)])
-def test_what_makes_sglangs_parsers_raise_is_content(parser: str, reply: str, pieces: tuple[int, ...]):
+def test_text_on_which_sglangs_parsers_fail_is_content(parser: str, reply: str, pieces: tuple[int, ...]):
     message = parsed(parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces)
     calls = [call.name for call in message.tool_calls]
     if "9999" in reply:  # a whole number that Python does not read: a stream has begun to tell the call
@@ -223,28 +228,29 @@ def test_what_makes_sglangs_parsers_raise_is_content(parser: str, reply: str, pi
         ("mistral", "[TOOL_CALLS]nobody[ARGS]{}[TOOL_CALLS]halt[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{}"),
     ],
 )
-def test_a_stream_makes_no_call_up_behind_an_unknown_tool(parser: str, reply: str):
+def test_stream_invents_no_call_after_an_unknown_tool(parser: str, reply: str):
     whole = parsed(parser, reply)
     for size in range(1, 12):
         streamed = parsed(parser, reply, [size])
-        assert (streamed.tool_calls, streamed.content) == (whole.tool_calls, whole.content)
+        assert streamed.tool_calls == whole.tool_calls
+        assert streamed.content == whole.content
 
 
 @pytest.mark.parametrize("name", FunctionCallParser.ToolCallParserEnum)
 @pytest.mark.parametrize(
     "text", ["Hello [x] {y} <a> 漢字\n\nmore", "call: [get_weather(", "<function=x> hm", "a]b}c"]
 )
-def test_every_parser_of_sglang_leaves_text_as_it_is(name: str, text: str):
+def test_every_sglang_parser_leaves_plain_text_unchanged(name: str, text: str):
     for size in (1, 4, 30):
         assert parsed(name, text, [size]).content == text
     assert parsed(name, text).content == text
 
 
-def test_what_a_parser_without_marks_told_is_not_told_twice():
+def test_parser_without_marks_does_not_repeat_text():
     assert parsed("pythonic", "[nobody(a=1)] and", [4]).content == " and"
 
 
-def test_long_arguments_are_read_in_time_that_their_length_allows(monkeypatch: pytest.MonkeyPatch):
+def test_parsing_time_of_long_arguments_is_linear(monkeypatch: pytest.MonkeyPatch):
     """SGLang reads a block from its beginning for every piece."""
     read: list[int] = []
     chunk = FunctionCallParser.parse_stream_chunk
@@ -260,7 +266,7 @@ def test_long_arguments_are_read_in_time_that_their_length_allows(monkeypatch: p
     assert sum(read) < 30 * 20_000  # and not 20,000 / 4 times half of it
 
 
-def test_a_stream_tells_calls_and_the_text_around_them_in_their_order():
+def test_stream_emits_calls_and_text_in_order():
     call = SPELLED["qwen25"][1]([("get_weather", {"city": "x"})])
     parser = Parsers(tool_calls="qwen25").reply(
         TOOLS, ToolChoice(), parallel=True, prompt_text="", stream=True
@@ -273,7 +279,7 @@ def test_a_stream_tells_calls_and_the_text_around_them_in_their_order():
 @pytest.mark.parametrize("spelling", SPELLED)
 @settings(max_examples=20, deadline=None)
 @given(text=st.text(max_size=40), pieces=sizes)
-def test_text_without_calls_is_content_as_it_is(spelling: str, text: str, pieces: list[int]):
+def test_text_without_calls_is_content(spelling: str, text: str, pieces: list[int]):
     for sizes_ in ((), pieces):
         message = parsed(SPELLED[spelling][0], text, sizes_)
         assert (message.content, message.tool_calls) == (text, ())
@@ -282,7 +288,7 @@ def test_text_without_calls_is_content_as_it_is(spelling: str, text: str, pieces
 @settings(max_examples=60, deadline=None)
 @given(thought=before, text=before, made=calls | st.just([]), pieces=sizes)
 @pytest.mark.parametrize(("parser", "opened"), [("qwen3", "<think>\n"), ("deepseek-v3", "")])
-def test_thinking_is_told_apart_whole_and_streamed(
+def test_thinking_is_separated_whole_and_streamed(
     parser: str, opened: str, thought: str, text: str, made: list[Call], pieces: list[int]
 ):
     shown = f"{opened}{thought}\n</think>\n\n{text}{SPELLED['qwen25'][1](made)}"
@@ -299,7 +305,7 @@ def test_thinking_is_told_apart_whole_and_streamed(
 
 
 @pytest.mark.parametrize("pieces", [(), (3,)])
-def test_one_call_at_most_where_parallel_calls_are_off(pieces: tuple[int, ...]):
+def test_only_one_call_is_parsed_if_parallel_calls_are_off(pieces: tuple[int, ...]):
     name, spelled = SPELLED["qwen25"]
     text = spelled([("halt", {}), ("get_weather", {"city": "x"})])
     [call] = parsed(name, text, pieces, parallel=False).tool_calls
@@ -322,5 +328,5 @@ def test_one_call_at_most_where_parallel_calls_are_off(pieces: tuple[int, ...]):
         ("{{ tools }}<tool_call> enable_thinking </think>", ("qwen25", "qwen3")),
     ],
 )
-def test_parsers_are_found_by_the_template(template: str, found: tuple[str, str]):
+def test_parsers_are_detected_from_the_chat_template(template: str, found: tuple[str, str]):
     assert detect_parsers(template) == found

@@ -79,21 +79,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "name", ["rollout", "sync_rollout", "anything", "agent", "agent.run", "partial", "judged"]
 )
-def test_rollout_functions_that_fit(here: Path, name: str) -> None:
+def test_valid_rollout_functions_load(here: Path, name: str) -> None:
     function = load_rollout_function(f"my_agent:{name}")
     assert callable(function)
     assert is_group_form(function) == (name == "judged")
 
 
 @pytest.mark.parametrize("form", ["my_agent.py", "./my_agent.py", "{here}/my_agent.py", "~/my_agent.py"])
-def test_a_file_stands_for_its_module(here: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_path_is_accepted_as_its_module(here: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     path = form.format(here=here)
     function = load_rollout_function(f"{path}:rollout")
     assert function is load_rollout_function("my_agent:rollout"), "the same module, imported once"
 
 
-def test_a_file_stands_for_its_module_in_every_setting(here: Path) -> None:
+def test_every_import_path_setting_accepts_a_file_path(here: Path) -> None:
     (here / "my_package" / "rewards.py").write_text((here / "my_agent.py").read_text())
     file = "my_package/rewards.py"
     assert load_reward_function(f"{file}:reward").__module__ == "my_package.rewards"
@@ -109,7 +109,7 @@ def test_a_file_stands_for_its_module_in_every_setting(here: Path) -> None:
     assert [task.id for task in load_eval_sets(config, 0)["a"]] == ["t"]
 
 
-def test_a_file_elsewhere_is_told_how_to_be_reached(
+def test_file_outside_of_the_import_path_is_refused_with_a_fix(
     here: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -121,7 +121,7 @@ def test_a_file_elsewhere_is_told_how_to_be_reached(
     assert caught.value.fix.endswith("other_agent:rollout")
 
 
-def test_the_other_plug_points(here: Path) -> None:
+def test_plugins_of_every_other_kind_load(here: Path) -> None:
     assert load_reward_function("my_agent:reward").__name__ == "reward"  # type: ignore[attr-defined]
     assert callable(load_reward_function("my_package.rewards:exact"))
     assert list(load_plugin("my_agent:tasks", "task_source_path", TaskSource)("train", 0)) == []
@@ -130,7 +130,7 @@ def test_the_other_plug_points(here: Path) -> None:
     assert callable(surrogate_function("my_agent:loss"))
 
 
-def test_built_in_names_come_first() -> None:
+def test_built_in_names_take_precedence() -> None:
     assert advantage_function("dr_grpo") is ADVANTAGES["dr_grpo"]
     assert surrogate_function("clip") is SURROGATES["clip"]
 
@@ -168,7 +168,7 @@ def test_built_in_names_come_first() -> None:
         ("my_agent:keyword_needed", "missing a required", "keyword_needed(task, endpoint)"),
     ],
 )
-def test_mistakes_name_the_field_the_reason_and_the_fix(here: Path, path: str, reason: str, fix: str) -> None:
+def test_plugin_mistakes_name_field_reason_and_fix(here: Path, path: str, reason: str, fix: str) -> None:
     with pytest.raises(PluginError) as caught:
         load_rollout_function(path)
     error = caught.value
@@ -179,13 +179,13 @@ def test_mistakes_name_the_field_the_reason_and_the_fix(here: Path, path: str, r
 
 
 @pytest.mark.parametrize("name", ["no_eps", "positional_eps"])
-def test_keyword_parameters_are_part_of_the_call(here: Path, name: str) -> None:
+def test_keyword_parameters_of_a_plugin_are_checked(here: Path, name: str) -> None:
     with pytest.raises(PluginError, match=r"eps") as caught:
         advantage_function(f"my_agent:{name}")
     assert caught.value.fix == f"write it as {name}(rewards_G, *, eps)"
 
 
-def test_a_mistyped_built_in_is_told_the_names() -> None:
+def test_mistyped_built_in_name_suggests_the_nearest() -> None:
     with pytest.raises(PluginError) as caught:
         advantage_function("grpoo")
     assert "did you mean 'grpo'" in caught.value.fix

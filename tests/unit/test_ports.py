@@ -34,7 +34,7 @@ def listening(number: int, *, reuse_address: bool = True, host: str = "127.0.0.1
     return server
 
 
-def test_a_hundred_ports_at_once_are_a_hundred() -> None:
+def test_a_hundred_reserved_ports_are_distinct() -> None:
     """Drawn without being held, in 12,768 places, they were not in a third of the cases."""
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(contextlib.closing(ReservedPort())) for _ in range(100)]
@@ -46,7 +46,7 @@ def only_draws(monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("draw", [lambda: ReservedPort().number, free_port])
-def test_a_port_that_is_held_is_given_to_nobody_else(
+def test_reserved_port_is_not_drawn_again(
     draw: Callable[[], int], port: ReservedPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(ReservedPort()) as another:
@@ -55,7 +55,9 @@ def test_a_port_that_is_held_is_given_to_nobody_else(
     assert draw() == free
 
 
-def test_nor_is_one_on_which_its_server_listens(port: ReservedPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_with_a_listening_server_is_not_drawn_again(
+    port: ReservedPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with contextlib.closing(ReservedPort()) as another:
         free = another.number
     with listening(port.number):
@@ -63,7 +65,7 @@ def test_nor_is_one_on_which_its_server_listens(port: ReservedPort, monkeypatch:
         assert free_port() == free
 
 
-def test_its_server_can_listen_again_and_again(port: ReservedPort) -> None:
+def test_server_of_a_reserved_port_can_listen_repeatedly(port: ReservedPort) -> None:
     for _ in range(3):
         assert not port.is_listened_on()
         with listening(port.number):
@@ -73,17 +75,17 @@ def test_its_server_can_listen_again_and_again(port: ReservedPort) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_stranger_without_reuse_of_addresses_cannot(port: ReservedPort, host: str) -> None:
+def test_socket_without_address_reuse_cannot_take_a_reserved_port(port: ReservedPort, host: str) -> None:
     with pytest.raises(OSError, match="in use"):
         listening(port.number, reuse_address=False, host=host)
 
 
-def test_nobody_can_connect_before_the_server_listens(port: ReservedPort) -> None:
+def test_reserved_port_refuses_connections_before_its_server_listens(port: ReservedPort) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port.number))
 
 
-def test_a_process_that_is_told_the_number_gets_it(port: ReservedPort, tmp_path: Path) -> None:
+def test_child_process_can_listen_on_a_reserved_port(port: ReservedPort, tmp_path: Path) -> None:
     """uvicorn, as SGLang runs it; the router is in the tests of the fleet."""
     program = (
         "import sys, uvicorn; uvicorn.run(None, host='127.0.0.1', port=int(sys.argv[1]), lifespan='off')"
@@ -97,7 +99,7 @@ def test_a_process_that_is_told_the_number_gets_it(port: ReservedPort, tmp_path:
             server.stop()
 
 
-def test_after_the_end_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_port_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     port = ReservedPort()
     port.close()
     port.close()

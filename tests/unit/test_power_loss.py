@@ -45,7 +45,8 @@ def log_of(path: Path) -> Path:
 
 async def run_until_checkpoint(path: Path) -> tuple[bytes, int]:
     """Groups g0 (trained), g1 and g2 (ready) and their snapshot; the log's length before g2's outcomes."""
-    actor, writer = make_actor(path), RunStoreWriter(path)
+    actor = make_actor(path)
+    writer = RunStoreWriter(path)
     await actor.start()
     leases = [await leased(actor) for _ in range(3)]
     for lease in leases[:2]:
@@ -77,7 +78,7 @@ def copied(path: Path, to: Path, *, log_length: int | None = None) -> Path:
     return to / path.name
 
 
-async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run_goes_on(
+async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.sqlite"
@@ -87,7 +88,7 @@ async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run
     batch = await actor.take(120.0)
     assert [group.id for group in batch.groups] == ["g1"]
     ids = [rollout.session_id for group in batch.groups for rollout in group.rollouts_G]
-    assert [len(one.trajectories) for one in RunStore(after).rollouts(ids)] == [1, 1]
+    assert [len(rollout.trajectories) for rollout in RunStore(after).rollouts(ids)] == [1, 1]
     assert actor._buffer.events.dropped == {"tokens_lost": 1}
     await actor.trained(batch.batch_id)
     await actor.advance(WeightVersion(2))
@@ -99,11 +100,11 @@ async def test_groups_whose_turns_are_gone_are_dropped_with_a_reason_and_the_run
     assert [group.id for group in batch.groups] == ["g3"]
     await actor.trained(batch.batch_id)
     await actor.close()
-    dropped = [one.entry for one in read_ledger(after) if one.entry.reason is not None]
-    assert {(one.place.group_id, str(one.reason)) for one in dropped} >= {("g2", "tokens_lost")}
+    dropped = [record.entry for record in read_ledger(after) if record.entry.reason is not None]
+    assert {(entry.place.group_id, str(entry.reason)) for entry in dropped} >= {("g2", "tokens_lost")}
 
 
-async def test_nothing_is_dropped_where_nothing_is_lost(tmp_path: Path) -> None:
+async def test_no_group_is_dropped_if_no_turn_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     snapshot, _ = await run_until_checkpoint(path)
     after = copied(path, tmp_path / "after")
@@ -138,9 +139,11 @@ def can_trace() -> bool:
 
 
 @pytest.mark.skipif(not can_trace(), reason="strace shows what is flushed to disk")
-def test_the_log_is_flushed_after_its_last_write_and_before_the_snapshot_is_there(tmp_path: Path) -> None:
+def test_store_is_flushed_after_its_last_write_and_before_the_snapshot(tmp_path: Path) -> None:
     """By the system calls of the process itself, which a test within it could not see."""
-    path, snapshot, trace = tmp_path / "run.sqlite", tmp_path / "snapshot", tmp_path / "trace"
+    path = tmp_path / "run.sqlite"
+    snapshot = tmp_path / "snapshot"
+    trace = tmp_path / "trace"
     tests = Path(__file__).parent
     calls = "trace=fsync,fdatasync,pwrite64,write,openat,rename"
     subprocess.run(

@@ -79,7 +79,8 @@ def exact_loss(rows: list[DrawnRow], sums: list[torch.Tensor], config: Algorithm
             losses.append((gap_c - gap_r - 0.5 / config.preference_beta) ** 2)
             continue
         if config.objective == "orpo":
-            p_c, p_r = means[chosen].exp(), means[rejected].exp()
+            p_c = means[chosen].exp()
+            p_r = means[rejected].exp()
             odds_ratio = (p_c / (1 - p_c)) / (p_r / (1 - p_r))
             losses.append(-means[chosen] - config.orpo_lambda * F.logsigmoid(odds_ratio.log()))
             continue
@@ -189,7 +190,7 @@ configs = st.builds(
 @pytest.mark.parametrize("name", OBJECTIVES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_loss_and_gradient_are_those_of_the_whole_mini_batch(name: str, data: st.DataObject) -> None:
+def test_preference_loss_in_parts_equals_the_whole_mini_batch(name: str, data: st.DataObject) -> None:
     config = data.draw(configs).model_copy(update={"objective": name})
     rows = data.draw(drawn_rows(kto=name == "kto"))
     cuts = data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20)))
@@ -229,7 +230,7 @@ def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> 
     assert slopes[1] == pytest.approx(-slopes[0], rel=1e-6)
 
 
-def test_metrics_of_pairs() -> None:
+def test_preference_metrics_are_means_over_pairs() -> None:
     """One pair is in the right order and one is not; the mean is over pairs, wherever their rows are."""
 
     def row(group: str, current: float, reference: float, chosen: float) -> DrawnRow:
@@ -247,7 +248,7 @@ def test_metrics_of_pairs() -> None:
     assert metrics["logprob_rejected"] == pytest.approx(-2.5)
 
 
-def test_orpo_where_an_answer_is_certain() -> None:
+def test_orpo_is_finite_if_an_answer_is_certain() -> None:
     """Log-probs of exactly 0: the odds are infinite, the loss and its slopes are not."""
     certain = RowSums(current=np.zeros(1), reference=np.zeros(1), tokens=np.full(1, 3.0))
     unlikely = replace(certain, current=np.full(1, -30.0))
@@ -269,7 +270,7 @@ def test_orpo_where_an_answer_is_certain() -> None:
         ({"a": [1.0, 0.5]}, "is 0.5; it must be 0 or 1"),
     ],
 )
-def test_rows_that_are_no_pairs(labels: dict[str, list[float]], reason: str) -> None:
+def test_rows_that_are_not_pairs_are_refused(labels: dict[str, list[float]], reason: str) -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [
         DrawnRow(group, logprob_T, logprob_T, {"chosen": label})
@@ -281,14 +282,14 @@ def test_rows_that_are_no_pairs(labels: dict[str, list[float]], reason: str) -> 
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_rows_without_labels(name: str) -> None:
+def test_rows_without_labels_are_refused(name: str) -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [DrawnRow("a", logprob_T, logprob_T, {"other": 1.0})]
     with pytest.raises(TrainError, match="not every row has the number"):
         ours(rows, AlgorithmConfig(objective=name), (0, 0))
 
 
-def test_kto_without_mismatched_rows() -> None:
+def test_kto_without_mismatched_rows_is_refused() -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [DrawnRow("a", logprob_T, logprob_T, {"desirable": 1.0})]
     with pytest.raises(TrainError, match="1 rows have a label, 0 are mismatched"):
@@ -346,7 +347,7 @@ def test_sft_is_the_cross_entropy(
     assert np.concatenate(gradients) == pytest.approx(exact_N, rel=1e-5, abs=1e-9)
 
 
-def test_sft_needs_no_pass_but_its_own() -> None:
+def test_sft_needs_no_other_forward_pass() -> None:
     needs = needs_of(AlgorithmConfig(objective="sft"))
     assert needs == Needs()
 

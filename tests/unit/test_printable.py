@@ -9,7 +9,7 @@ import pytest
 from invrl.host.printable import one_line, printable, trimmed
 
 
-def test_no_control_or_format_character_is_left_whatever_the_text() -> None:
+def test_control_and_format_characters_are_replaced_in_any_text() -> None:
     everything = "".join(map(chr, range(0x11_0000)))
     shown = printable(everything)
     left = {character for character in shown if unicodedata.category(character) in ("Cc", "Cf", "Cs")}
@@ -19,20 +19,20 @@ def test_no_control_or_format_character_is_left_whatever_the_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "line\n\tindented", "Grüße 中文 👩‍💻 نص", "\\x1b as written"])
-def test_ordinary_text_stays_as_it_is(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
-def test_a_terminal_that_lacks_a_character_is_sent_its_escape() -> None:
+def test_characters_that_a_terminal_lacks_are_escaped() -> None:
     assert printable("naïve ☃\n", "ascii") == "na\\xefve \\u2603\n"
     printable("\ud800").encode()
 
 
-def test_trimmed_keeps_both_ends_and_says_how_much_is_missing() -> None:
+def test_trimmed_text_keeps_both_ends_and_counts_the_missing_characters() -> None:
     assert trimmed("short", 5) == "short"
     text = trimmed("a" * 100 + "b" * 900 + "c" * 100, 90)
     assert text == "a" * 60 + " [... 1,010 characters ...] " + "c" * 30
 
 
-def test_one_line_has_single_spaces() -> None:
+def test_text_on_one_line_has_single_spaces() -> None:
     assert one_line(" a\n\n b\t c ") == "a b c"

@@ -29,7 +29,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_file_is_private_also_if_it_was_there(tmp_path: Path) -> None:
+def test_private_file_is_private_also_if_it_existed(tmp_path: Path) -> None:
     for append, expected in ((False, b"new"), (True, b"oldnew")):
         path = tmp_path / str(append)
         path.write_bytes(b"old")
@@ -47,7 +47,7 @@ def test_a_file_is_private_also_if_it_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "full").read_bytes() == b"stays"
 
 
-def test_to_make_a_file_private_keeps_the_locks_on_it(tmp_path: Path) -> None:
+def test_making_a_file_private_keeps_its_locks(tmp_path: Path) -> None:
     """To open and close it would drop them, and SQLite's with them."""
     path = tmp_path / "locked"
     path.touch(mode=0o666)
@@ -59,7 +59,7 @@ def test_to_make_a_file_private_keeps_the_locks_on_it(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", ask], timeout=120).returncode == 0
 
 
-def test_the_run_s_store_is_private_with_its_log_and_index(tmp_path: Path) -> None:
+def test_run_store_is_private_with_its_log_and_index(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     writer = RunStoreWriter(path)
     files = [path, tmp_path / "run.sqlite-wal", tmp_path / "run.sqlite-shm"]
@@ -71,7 +71,7 @@ def test_the_run_s_store_is_private_with_its_log_and_index(tmp_path: Path) -> No
     writer.close()
 
 
-def test_a_file_that_another_process_removed_is_not_made_anew(tmp_path: Path) -> None:
+def test_file_removed_by_another_process_is_not_recreated(tmp_path: Path) -> None:
     """Whoever closes the store last removes its log, also while another process connects."""
     restrict(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
@@ -80,7 +80,7 @@ def test_a_file_that_another_process_removed_is_not_made_anew(tmp_path: Path) ->
     assert mode(tmp_path / "there") == 0o600
 
 
-def test_a_process_s_log_is_private(tmp_path: Path) -> None:
+def test_process_log_is_private(tmp_path: Path) -> None:
     process = ServerProcess("a server", ["true"], log=tmp_path / "logs" / "server.log")
     assert mode(tmp_path / "logs" / "server.log") == 0o600
     process.stop()

@@ -26,7 +26,7 @@ PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {c
 CHILD = "content = bytearray(60_000_000); print('ready', flush=True); import time; time.sleep(600)"
 
 
-def test_memory_counts_for_the_nearest_ancestor_that_has_a_kind() -> None:
+def test_memory_counts_for_the_nearest_known_ancestor() -> None:
     """Here the parent is an engine, and its child holds the memory."""
     command = [sys.executable, "-c", PARENT.format(child=CHILD)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
@@ -45,7 +45,7 @@ def test_memory_counts_for_the_nearest_ancestor_that_has_a_kind() -> None:
     assert named["driver"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
 
 
-def test_memory_counts_by_the_name_of_a_process_whose_id_is_not_known() -> None:
+def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
     """The kernel keeps 15 characters of a name."""
     rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'ray::BufferActor', 0, 0, 0); "
     with subprocess.Popen([sys.executable, "-c", rename + CHILD], stdout=subprocess.PIPE) as actor:
@@ -64,17 +64,19 @@ def test_memory_counts_by_the_name_of_a_process_whose_id_is_not_known() -> None:
     assert "buffer" not in by_id
 
 
-def test_an_engines_schedulers_count_together() -> None:
+def test_schedulers_of_an_engine_count_together() -> None:
     one = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
     other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
     assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(running=3, waiting=1, kv_use=0.5)
     both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
-    assert (both.running, both.waiting, both.tokens_per_s) == (4, 1, 7.0)
+    assert both.running == 4
+    assert both.waiting == 1
+    assert both.tokens_per_s == 7.0
     assert both.kv_use == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"loads": [{"num_running_reqs": "many"}]}', b"\xff"])
-def test_another_answer_is_an_error_of_the_engine(answer: bytes) -> None:
+def test_unreadable_engine_load_is_an_engine_error(answer: bytes) -> None:
     with pytest.raises(ServerError, match="load cannot be read"):
         decode_load(answer)
 
@@ -101,7 +103,7 @@ class SampleList(Sink):
         self.samples.append(sample)
 
 
-async def test_a_trainer_alone_has_samples_of_its_memory() -> None:
+async def test_train_only_run_has_memory_samples() -> None:
     kept = SampleList()
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as child:
         assert child.stdout
@@ -119,7 +121,7 @@ async def test_a_trainer_alone_has_samples_of_its_memory() -> None:
     await sample_memory(trainer, kept, 0.0)  # none were asked for
 
 
-def test_each_turn_is_counted_in_one_sample(tmp_path: Path) -> None:
+def test_each_turn_counts_in_exactly_one_sample(tmp_path: Path) -> None:
     run = record_run(tmp_path)
     run.add("a", ["first", "second"], 1.0)
     store = RunStore(run.folder.store_path)
@@ -140,11 +142,13 @@ def test_each_turn_is_counted_in_one_sample(tmp_path: Path) -> None:
         store.close()
 
 
-def test_latencies_are_those_of_the_turns_that_ended() -> None:
+def test_latencies_are_of_finished_turns() -> None:
     seconds = tuple(float(number) for number in range(1, 101))
     ended = EndedTurns(sequence=1, seconds=seconds, prompt_tokens=200, cached_tokens=50, sampled_tokens=400)
     sample = gateway_sample(ended, 5.0)
-    assert (sample.requests, sample.latency_p50_s, sample.latency_p95_s) == (100, 51.0, 96.0)
+    assert sample.requests == 100
+    assert sample.latency_p50_s == 51.0
+    assert sample.latency_p95_s == 96.0
     assert (sample.cache_hit_rate, sample.tokens_per_s) == (0.25, 80.0)
     nothing = gateway_sample(
         EndedTurns(sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0), 5.0

@@ -123,7 +123,7 @@ def stage(writer: ArenaWriter, version: int) -> StagedWeights:
     return writer.stage(WeightVersion(version), values(version).items())
 
 
-async def test_each_rank_takes_its_slices(engine: Engine, writer: ArenaWriter) -> None:
+async def test_each_engine_rank_loads_its_slices(engine: Engine, writer: ArenaWriter) -> None:
     receiver = receiver_of(engine)
     for version in (1, 2, 3):  # read back, not read back, into the slot of the first
         staged = stage(writer, version)
@@ -158,7 +158,7 @@ async def test_each_rank_takes_its_slices(engine: Engine, writer: ArenaWriter) -
 
 
 @pytest.mark.parametrize("name", list(rank_parameters()))
-async def test_one_bit_in_any_rank_is_found_when_it_is_read_back(
+async def test_readback_finds_one_wrong_bit_in_any_rank(
     engine: Engine, writer: ArenaWriter, name: str
 ) -> None:
     receiver = receiver_of(engine)
@@ -175,7 +175,7 @@ async def test_one_bit_in_any_rank_is_found_when_it_is_read_back(
         raw_bytes[0] ^= 1
 
 
-async def test_a_wrong_slice_in_rank_1_is_found(
+async def test_checksum_finds_a_wrong_slice_in_rank_1(
     engine: Engine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader of rank 1 is given the division of rank 0, as a wrong rule would."""
@@ -193,7 +193,7 @@ async def test_a_wrong_slice_in_rank_1_is_found(
         await load_verified(receiver, staged)
 
 
-async def test_a_bit_in_the_slot_that_one_rank_alone_reads_is_found(
+async def test_checksum_finds_a_wrong_bit_that_only_one_rank_reads(
     engine: Engine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine)
@@ -211,7 +211,7 @@ async def test_a_request_that_reaches_another_rank_is_refused(engine: Engine, wr
         await receiver_of(engine).check(LAYOUT, stage(writer, 1))
 
 
-async def test_a_rank_that_leaves_no_reply_is_named(engine: Engine, writer: ArenaWriter) -> None:
+async def test_engine_rank_without_a_reply_is_named(engine: Engine, writer: ArenaWriter) -> None:
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
     await receiver.check(LAYOUT, staged)
@@ -242,7 +242,7 @@ async def test_aliases_and_folders_are_refused_before_a_byte_moves(
         ("model.layers.0.mlp.gate_up_proj.weight", (7, 8), [(16, 8), (16, 8)]),
     ],
 )
-def test_a_division_that_is_not_known_is_refused(parameter: str, shape, shapes) -> None:
+def test_unknown_division_of_a_parameter_is_refused(parameter: str, shape, shapes) -> None:
     specs = [TensorSpec(name=str(i), shape=whole, dtype="float32") for i, whole in enumerate(shapes)]
     with pytest.raises(LayoutError, match="no known division"):
         slices_of_rank(parameter, shape, specs, EngineRank(index=1, size=4))

@@ -56,7 +56,7 @@ async def reward(task: Task, text: str | None, finish_reason: str = "stop"):
 
 
 @pytest.mark.parametrize("name", first_quick(NAMES))
-async def test_every_dataset_by_name_scores_its_own_answer_and_survives_nonsense(name: str) -> None:
+async def test_every_dataset_scores_its_own_answer_and_tolerates_nonsense(name: str) -> None:
     task = first(plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource))
     assert task.id.startswith(f"{name}/")
     if name not in NO_ANSWER:
@@ -65,7 +65,7 @@ async def test_every_dataset_by_name_scores_its_own_answer_and_survives_nonsense
         assert 0.0 <= (await reward(task, nonsense)).reward <= 1.0  # type: ignore[operator]
 
 
-async def test_the_reward_is_the_datasets_own_also_a_partial_one() -> None:
+async def test_reward_is_the_datasets_own_including_partial_rewards() -> None:
     """spell_backward gives part of the reward for the letters in place; its options reach the scorer."""
     source = gym.source("spell_backward", min_word_len=4, max_word_len=4)
     task = first(source)
@@ -79,14 +79,15 @@ async def test_the_reward_is_the_datasets_own_also_a_partial_one() -> None:
     assert (await reward(task, answer, "length")).reward < 1.0
 
 
-async def test_text_that_a_scorer_cannot_read_scores_nothing_and_is_counted() -> None:
+async def test_text_that_a_scorer_cannot_read_scores_0_and_is_counted() -> None:
     task = first(gym.prime_factorization)
-    unread, read = await reward(task, "two times three"), await reward(task, str(task.label))
+    unread = await reward(task, "two times three")
+    read = await reward(task, str(task.label))
     assert (unread.reward, unread.components) == (0.0, {"unreadable": 1.0})
     assert (read.reward, read.components) == (1.0, {"unreadable": 0.0})
 
 
-async def test_the_worked_example_comes_first_and_is_in_no_split() -> None:
+async def test_worked_example_comes_first_and_is_in_no_split() -> None:
     model = ScriptedModel("")
     task = first(gym.one_digit_sums)
     await gym.rollout(task, model)  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ async def test_the_worked_example_comes_first_and_is_in_no_split() -> None:
         assert asked not in {task.payload["question"] for task in tasks}
 
 
-async def test_the_reasoned_form_takes_the_last_tagged_answer() -> None:
+async def test_reasoned_reply_is_scored_by_its_last_tagged_answer() -> None:
     task = first(gym.one_digit_sums)
     for text, expected in [
         (f"2 and 2... <answer>99</answer> no: <answer> {task.label} </answer>", 1.0),
@@ -113,7 +114,7 @@ async def test_the_reasoned_form_takes_the_last_tagged_answer() -> None:
 @pytest.mark.parametrize(
     "source", [gym.one_digit_sums, gym.three_letter_words, gym.DatasetSource("gcd", "{}")]
 )
-def test_splits_share_no_question_whatever_the_seeds(source: gym.DatasetSource) -> None:
+def test_splits_share_no_question_for_any_seeds(source: gym.DatasetSource) -> None:
     def questions(split: str, seed: int) -> list[object]:
         return [task.payload["question"] for task in islice(source(split, seed), 300)]
 
@@ -140,7 +141,7 @@ print([(t.id, t.payload, t.label) for split in ("train", "eval") for t in islice
     assert next(gym.three_letter_words("train", 5)).id != next(gym.three_letter_words("train", 6)).id
 
 
-def test_train_goes_on_with_new_questions_and_eval_of_a_small_dataset_ends() -> None:
+def test_train_split_is_endless_and_eval_split_of_a_small_dataset_ends() -> None:
     many = [task.payload["question"] for task in islice(gym.three_letter_words("train", 0), 500)]
     assert len(set(many)) > 250
     assert len(list(gym.source("count_bits", min_n=1, max_n=40)("eval", 0))) < 40
@@ -154,14 +155,14 @@ def test_train_goes_on_with_new_questions_and_eval_of_a_small_dataset_ends() -> 
         ("nothing_like_it", "has no 'nothing_like_it'", "define"),
     ],
 )
-def test_a_wrong_name_is_told_the_nearest(name: str, reason: str, fix: str) -> None:
+def test_wrong_dataset_name_suggests_the_nearest(name: str, reason: str, fix: str) -> None:
     with pytest.raises(PluginError) as caught:
         plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource)
     assert reason in caught.value.reason
     assert fix in caught.value.fix
 
 
-def test_a_dataset_that_needs_options_and_options_it_has_not_are_refused() -> None:
+def test_missing_and_unknown_dataset_options_are_refused() -> None:
     with pytest.raises(PluginError, match="at least one dataset"):
         check_tasks(RolloutConfig(task_source_path=f"{PATH}:composite"), seed=0)
     with pytest.raises(TypeError, match="max_terns"):
@@ -172,7 +173,7 @@ def test_a_dataset_that_needs_options_and_options_it_has_not_are_refused() -> No
         next(gym.source("gcd")("test", 0))
 
 
-def test_without_the_package_the_error_says_what_to_install() -> None:
+def test_missing_reasoning_gym_package_is_an_error_with_the_install_command() -> None:
     code = f"""
 import sys
 sys.modules["reasoning_gym"] = None

@@ -66,7 +66,7 @@ def said(text: str) -> Message:
 
 
 @pytest.mark.parametrize("model", ["qwen2.5", "qwen3", "llama3.2", "deepseek-v3", "smollm2"])
-def test_a_conversation_of_texts_is_exact(model: str) -> None:
+def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
     renderer = renderer_of(model)
     thinking = False if model == "qwen3" else None  # otherwise it writes a thought, which was not sampled
     turns = (((ASK,), "156", said("156")), ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")))
@@ -78,7 +78,7 @@ def test_a_conversation_of_texts_is_exact(model: str) -> None:
     assert fits_pair(row)
 
 
-def test_thinking_is_kept_and_a_refusal_of_it_is_found_in_the_prompt() -> None:
+def test_thinking_is_exported_and_refused_thinking_is_read_from_the_prompt() -> None:
     renderer = renderer_of("qwen3")
     thought = "<think>\nHm.\n</think>\n\n156"
     turn = ((ASK,), thought, Message("assistant", "156", reasoning="Hm."))
@@ -94,7 +94,7 @@ def test_thinking_is_kept_and_a_refusal_of_it_is_found_in_the_prompt() -> None:
     assert without_thought.fidelity is Fidelity.REPLY
 
 
-def test_calls_are_exact_only_where_the_template_writes_them_as_they_were_sampled() -> None:
+def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
     renderer = renderer_of("qwen2.5")
     reply = Message("assistant", tool_calls=(CALL,))
     result = Message("tool", "156", tool_call_id="call-1")
@@ -108,7 +108,7 @@ def test_calls_are_exact_only_where_the_template_writes_them_as_they_were_sample
         assert [tool.name for tool in dialogue.prompt.tools] == ["calc"]
 
 
-def test_what_is_no_true_row_is_named() -> None:
+def test_inexact_row_is_refused_with_the_reason() -> None:
     renderer = renderer_of("smollm2")
     branch = branch_of(renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes.")))
     other_prompt = replace(branch, messages=(MORE, *branch.messages[1:]))
@@ -128,14 +128,14 @@ def test_what_is_no_true_row_is_named() -> None:
     assert "empty" in refused.detail
 
 
-def test_half_of_a_surrogate_pair_in_a_message_is_refused_and_ends_nothing() -> None:
+def test_lone_surrogate_in_a_message_is_refused_without_ending_the_export() -> None:
     renderer = renderer_of("smollm2")
     branch = branch_of(renderer, ((ASK,), "156", said("156")))
     row = restore(renderer, replace(branch, messages=(ASK, said("\ud83d"))))
     assert row.fidelity is Fidelity.REFUSED
 
 
-def test_a_pair_has_no_weights_so_a_reply_that_is_not_trained_fits_none() -> None:
+def test_pair_with_an_untrained_reply_is_refused() -> None:
     renderer = renderer_of("smollm2")
     branch = branch_of(renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes.")))
     second_only = replace(branch, replies=branch.replies[1:], trained_T=branch.trained_T.copy())

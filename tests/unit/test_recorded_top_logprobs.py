@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_logprob
-from test_gateway_turns import ASK, Running, model, renderer, running
+from running_gateway import ASK, Running, running
 from test_routed_experts import conversation, rows
 
 from invrl.cli.flags import parse_flags
@@ -27,8 +27,6 @@ from invrl.train.context_share import ContextShare
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.packing import pack
 from invrl.types import RolloutSummary, Session, TrainBatch, TrainSample, WeightVersion
-
-__all__ = ["model", "renderer"]
 
 K = 3
 
@@ -60,7 +58,7 @@ async def finished(gateway: Running, session: Session) -> list[TrainSample]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_row_has_those_of_all_its_trained_tokens(
+async def test_row_has_top_logprobs_of_all_its_trained_tokens(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,
@@ -80,7 +78,7 @@ async def test_a_row_has_those_of_all_its_trained_tokens(
 
 @pytest.mark.parametrize("shown", [0, 2, 5])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_clients_are_shown_what_they_asked_for(
+async def test_client_gets_the_number_of_top_logprobs_it_requested(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,
@@ -94,7 +92,7 @@ async def test_clients_are_shown_what_they_asked_for(
             model="tiny", messages=[ASK], logprobs=True, top_logprobs=shown, stream=stream
         )
         choices = [event.choices[0] async for event in answer] if stream else answer.choices
-        tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+        tokens = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
         assert tokens
         assert {len(token.top_logprobs) for token in tokens} == {shown}
         [sample] = await finished(gateway, session)
@@ -103,7 +101,7 @@ async def test_clients_are_shown_what_they_asked_for(
 
 
 @pytest.mark.parametrize(("purpose", "recorded"), [("train", 0), ("eval", K), ("serve", K)])
-async def test_nothing_is_asked_for_unless_it_is_trained(
+async def test_top_logprobs_are_requested_only_for_trained_sessions(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,
@@ -118,7 +116,7 @@ async def test_nothing_is_asked_for_unless_it_is_trained(
     assert [sample.top_logprobs for sample in samples] == [None, None]
 
 
-async def test_a_turn_without_a_record_leaves_its_tokens_without(
+async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
     tmp_path: Path,
     model: Path,
     renderer: Renderer,
@@ -143,7 +141,7 @@ async def test_a_turn_without_a_record_leaves_its_tokens_without(
 # ------------------------------------------------------------------ store and batch file
 
 
-def test_they_come_back_from_the_store_bit_for_bit() -> None:
+def test_top_logprobs_are_read_back_from_the_store_bit_for_bit() -> None:
     """Also those that a grammar excluded: no id, and no probability."""
     reported = TopLogprobs.reported(
         np.array([[5, 7], [3, 9]], np.int32), np.array([[-0.1, -2.3], [-0.0, -np.inf]], np.float32)
@@ -157,7 +155,7 @@ def test_they_come_back_from_the_store_bit_for_bit() -> None:
     assert none.ids_TK.shape == (0, K)
 
 
-def test_an_earlier_store_gets_the_table(tmp_path: Path) -> None:
+def test_store_without_the_top_logprobs_table_gets_the_table(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     db = connect(path)
     db.execute("DROP TABLE top_logprobs")
@@ -204,7 +202,7 @@ def random_batch(widths: list[int]) -> TrainBatch:
     )
 
 
-def test_a_saved_batch_has_them(tmp_path: Path) -> None:
+def test_saved_batch_has_its_top_logprobs(tmp_path: Path) -> None:
     batch = random_batch([K, 0, 1])
     save_batch(tmp_path / "step-000001.batch", batch)
     loaded = load_batch(tmp_path / "step-000001.batch")
@@ -215,7 +213,7 @@ def test_a_saved_batch_has_them(tmp_path: Path) -> None:
             assert_same(sample.top_logprobs, other.top_logprobs)
 
 
-def test_of_another_length_they_are_refused() -> None:
+def test_top_logprobs_of_another_length_are_refused() -> None:
     sample = random_batch([K]).samples[0]
     assert sample.top_logprobs is not None
     with pytest.raises(ValueError, match="lengths differ"):
@@ -228,7 +226,7 @@ def test_of_another_length_they_are_refused() -> None:
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
-def test_packed_and_divided_over_ranks_each_token_keeps_its_own(
+def test_packed_and_sharded_tokens_keep_their_top_logprobs(
     model: Path,
     share_prefixes: bool,
 ) -> None:
@@ -254,7 +252,7 @@ def test_packed_and_divided_over_ranks_each_token_keeps_its_own(
     np.testing.assert_array_equal(found_NK, micro_batch.candidates_NK)
 
 
-def test_rows_without_any_have_no_candidates(model: Path) -> None:
+def test_rows_without_top_logprobs_have_no_candidates(model: Path) -> None:
     [micro_batch] = pack(
         GrammarMasks(model, 512).rows(random_batch([0, 0]).samples), max_tokens=500, share_prefixes=True
     )
@@ -264,7 +262,7 @@ def test_rows_without_any_have_no_candidates(model: Path) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def test_a_loss_that_reads_them_needs_a_run_that_records_them() -> None:
+def test_loss_over_top_tokens_needs_a_run_that_records_them() -> None:
     for name in ("dppo_tv_topk", "dppo_kl_topk", "simko"):
         with pytest.raises(ConfigError, match=f"{name} reads the likeliest tokens") as caught:
             resolve(*parse_flags(["--policy-loss", name]))
@@ -278,12 +276,12 @@ def test_a_loss_that_reads_them_needs_a_run_that_records_them() -> None:
 
 
 @pytest.mark.parametrize("number", ["-1", str(MAX_TOP_LOGPROBS + 1), "many"])
-def test_other_numbers_are_refused(number: str) -> None:
+def test_invalid_numbers_of_top_logprobs_are_refused(number: str) -> None:
     with pytest.raises(ConfigError, match="rollout_top_logprobs"):
         resolve(*parse_flags(["--rollout-top-logprobs", number]))
 
 
-def test_saved_batches_without_them_are_refused() -> None:
+def test_saved_batches_without_top_logprobs_are_refused() -> None:
     flags = ["--debug-train-only", "--load-rollout-data", "/tmp/x", "--policy-loss", "simko"]
     config = resolve(*parse_flags(flags))
     _refuse_missing_top_logprobs(random_batch([0, K]), config)

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from test_gateway_turns import ENV_KEY, Running, model, renderer, running
-from test_rollout_dispatcher import HeldPool, Leases, Opener
+from dispatcher_parts import HeldPool, Leases, Opener
+from running_gateway import ENV_KEY, Running, running
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -40,8 +40,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ TOO_LONG = as_made(components(1, MAX_NAME_LENGTH + 1))
         (as_made({"a": 2e9}), FailureReason.BAD_REWARD, "component 'a' is 2e+09, beyond"),
     ],
 )
-async def test_components_end_as_data_and_the_gateway_takes_what_passes(
+async def test_invalid_reward_components_fail_the_rollout_and_valid_ones_pass_the_gateway(
     gateway: Running, make: Callable[[], object], reason: FailureReason | None, told: str
 ) -> None:
     [session] = await gateway.open()
@@ -122,7 +120,7 @@ async def test_components_end_as_data_and_the_gateway_takes_what_passes(
         assert told in outcome.detail
 
 
-def test_the_error_stands_where_the_result_is_made() -> None:
+def test_too_many_or_too_long_components_are_refused_where_the_result_is_made() -> None:
     with pytest.raises(
         ValueError, match=r"RolloutResult\.components has 257 entries; at most 256 are allowed"
     ):
@@ -197,18 +195,16 @@ async def good(task: Task, endpoint: Any) -> float:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422])
-async def test_a_refused_finish_is_a_failed_rollout(
-    refusing: tuple[RefusingGateway, str], status: int
-) -> None:
+async def test_refused_finish_fails_the_rollout(refusing: tuple[RefusingGateway, str], status: int) -> None:
     gateway, url = refusing
     gateway.answers = {"finish": (status, refusal("no room for this")), "abort": (200, FAILED)}
     reply = await worker_at(url, good).run(assignment())
-    assert [type(one) for one in reply.outcomes] == [FailedRollout]
+    assert [type(outcome) for outcome in reply.outcomes] == [FailedRollout]
     assert gateway.aborted[0]["reason"] == "bad_return"
     assert f"{status} no room for this" in gateway.aborted[0]["detail"]
 
 
-async def test_a_session_that_the_gateway_does_not_know_is_told_to_the_buffer(
+async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     refusing: tuple[RefusingGateway, str],
 ) -> None:
     gateway, url = refusing
@@ -217,7 +213,9 @@ async def test_a_session_that_the_gateway_does_not_know_is_told_to_the_buffer(
     given = assignment()
     (outcome,) = (await worker_at(url, good).run(given)).outcomes
     assert isinstance(outcome, UnreportedRollout)
-    assert (outcome.group_id, outcome.index, outcome.attempt) == ("g", 3, 2)
+    assert outcome.group_id == "g"
+    assert outcome.index == 3
+    assert outcome.attempt == 2
     assert "no such session" in outcome.detail
 
     class Pool(HeldPool):
@@ -242,7 +240,7 @@ async def test_a_session_that_the_gateway_does_not_know_is_told_to_the_buffer(
     assert told == [outcome]
 
 
-async def test_a_gateway_that_does_not_work_still_ends_the_run(refusing: tuple[RefusingGateway, str]) -> None:
+async def test_failing_gateway_ends_the_run(refusing: tuple[RefusingGateway, str]) -> None:
     gateway, url = refusing
     gateway.answers = {"finish": (500, refusal("internal error")), "abort": (200, FAILED)}
     with pytest.raises(SessionError, match="500 internal error"):
@@ -254,7 +252,7 @@ async def test_a_gateway_that_does_not_work_still_ends_the_run(refusing: tuple[R
 
 @pytest.mark.parametrize("route", ["reward", "finish"])
 @pytest.mark.parametrize("reward", [1e300, -2e9])
-async def test_a_reward_that_would_overflow_is_refused_by_the_gateway_too(
+async def test_gateway_refuses_a_reward_that_would_overflow(
     gateway: Running, route: str, reward: float
 ) -> None:
     [session] = await gateway.open()
@@ -277,7 +275,7 @@ def lone_surrogate_tasks() -> Any:
     yield from (Task(id=f"good{n}", payload={}) for n in range(100))
 
 
-async def test_a_task_that_json_does_not_carry_is_dropped_and_the_next_is_offered(tmp_path: Path) -> None:
+async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(tmp_path: Path) -> None:
     buffer = GroupBuffer(
         BufferConfig(),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=2),
@@ -326,7 +324,7 @@ def test_a_file_for_outside_environments_is_checked_before_the_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize("word", ["\ud800", "x" * 65, "two\nlines"])
-def test_a_filter_s_word_that_neither_metrics_nor_the_ledger_take(word: str) -> None:
+def test_drop_reason_unfit_for_metrics_or_ledger_is_replaced(word: str) -> None:
     buffer = filtered_by(lambda group: word)
     assert buffer.events.dropped == {"filtered/filter_returned_no_word": 1}
 
@@ -340,7 +338,7 @@ def test_a_filter_that_exits_drops_the_group() -> None:
 
 def filtered_by(group_filter: Callable[[Group], str | None]) -> GroupBuffer:
     """A buffer whose one complete group has met this filter."""
-    from test_buffer_examples import summary
+    from small_buffer import summary
 
     buffer = GroupBuffer(
         BufferConfig(),

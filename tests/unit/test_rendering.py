@@ -47,7 +47,7 @@ def chatml(messages: Sequence[Message], add_generation_prompt: bool) -> str:
     return text + "<|im_start|>assistant\n" * add_generation_prompt
 
 
-def test_end_of_turn_is_read_off_the_template(renderer: Renderer):
+def test_end_of_turn_is_read_from_the_template(renderer: Renderer):
     assert (renderer.end_of_turn, renderer.end_of_turn_id) == ("<|im_end|>", END)
     assert renderer.end_ids == {END}
 
@@ -57,7 +57,7 @@ def test_a_first_turn_is_the_whole_rendering(renderer: Renderer):
     assert ids == renderer._tokenizer.encode(chatml([ASK, MORE], True))
 
 
-def test_a_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
+def test_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
     reply = Message("assistant", "calc(12*13)")
     tail = renderer.render_tail(chat(ASK, reply, MORE), 2, [END])
     assert tail.fork is None
@@ -75,7 +75,7 @@ texts = st.text(st.characters(exclude_characters="<|>", exclude_categories=["Cs"
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(texts, min_size=3, max_size=7))
-def test_path_and_tail_are_the_templates_own_rendering(renderer: Renderer, contents: list[str]):
+def test_path_and_tail_equal_the_rendering_of_the_template(renderer: Renderer, contents: list[str]):
     """Where the reply was spelled as the tokenizer spells it, incremental equals full rendering."""
     messages = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(contents)]
     depth = 2 * ((len(messages) - 1) // 2)
@@ -112,7 +112,7 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12).map("".join))
-def test_where_thoughts_stand_is_what_an_expression_finds(renderer: Renderer, text: str):
+def test_positions_of_thoughts_equal_those_of_a_regular_expression(renderer: Renderer, text: str):
     thought = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
     expected = {match.start(): match.end() for match in thought.finditer(text)}
     assert find_thoughts(text, renderer.end_of_turn) == expected
@@ -122,7 +122,7 @@ def test_where_thoughts_stand_is_what_an_expression_finds(renderer: Renderer, te
     assert find_thoughts(text, "") == {match.start(): match.end() for match in thought.finditer(text)}
 
 
-def test_a_history_full_of_thoughts_takes_no_time_to_compare(renderer: Renderer):
+def test_long_history_of_thoughts_is_compared_in_linear_time(renderer: Renderer):
     """By a regular expression each of these took minutes or longer."""
     equal = partial(equal_without_thinking, end_of_turn=renderer.end_of_turn)
     thoughts = partial(find_thoughts, end_of_turn=renderer.end_of_turn)
@@ -137,7 +137,7 @@ def test_a_history_full_of_thoughts_takes_no_time_to_compare(renderer: Renderer)
     assert equal("a\nb", "a\n<think>\n\n</think>\n\nb")
 
 
-def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(renderer: Renderer):
+def test_template_without_an_end_token_keeps_its_text_after_a_reply(renderer: Renderer):
     def plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         return "".join(f"{m.role}: {m.content}\n\n" for m in messages) + "assistant: " * add_generation_prompt
 
@@ -147,7 +147,7 @@ def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(rend
     assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
 
 
-def test_what_the_template_refuses_is_a_400(renderer: Renderer):
+def test_messages_that_the_template_refuses_are_a_400(renderer: Renderer):
     def refuses(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if messages[-1].content == "no":
             raise ValueError("roles must alternate")
@@ -166,7 +166,7 @@ def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer)
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(3, 511), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
-def test_streamed_text_is_the_whole_text(renderer: Renderer, ids: list[int], cuts: list[int]):
+def test_streamed_text_joins_to_the_whole_text(renderer: Renderer, ids: list[int], cuts: list[int]):
     """Any ids (also ones that spell half a character), in chunks of any size."""
     stream = renderer.stream(())
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
@@ -184,7 +184,7 @@ def test_characters_are_never_split(renderer: Renderer):
     assert all("�" not in piece for piece in pieces)
 
 
-def test_nothing_of_a_stop_string_is_shown(renderer: Renderer):
+def test_no_part_of_a_stop_string_is_shown(renderer: Renderer):
     stream = renderer.stream(("STOP", "\n\n"))
     ids = renderer._tokenizer.encode("one STO two ST\nOP STOP three")
     pieces = [stream.push([token]) for token in ids] + [stream.finish()]

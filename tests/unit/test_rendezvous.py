@@ -45,13 +45,13 @@ def reached(address: str, port: int) -> bool:
     return True
 
 
-def test_torch_s_own_store_listens_on_every_interface() -> None:
+def test_torchs_own_store_listens_on_every_interface() -> None:
     """What this is about. If it fails, torch has learnt it and our store may go."""
     store = TCPStore("127.0.0.1", 0, 1, True, SECONDS, wait_for_workers=False)
     assert all(reached(address, store.port) for address in other_addresses())
 
 
-def test_a_stranger_on_another_interface_does_not_reach_the_store() -> None:
+def test_store_is_not_reachable_over_another_interface() -> None:
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     store = serve_store(listener, world_size=1, timeout=SECONDS)
@@ -60,7 +60,7 @@ def test_a_stranger_on_another_interface_does_not_reach_the_store() -> None:
     assert [address for address in other_addresses() if reached(address, port)] == []
 
 
-def test_who_comes_after_the_group_does_not_get_in_and_the_group_goes_on() -> None:
+def test_store_refuses_connections_after_the_group_is_complete() -> None:
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     server = serve_store(listener, world_size=2, timeout=SECONDS)
@@ -76,7 +76,7 @@ def test_who_comes_after_the_group_does_not_get_in_and_the_group_goes_on() -> No
     assert server.get("b") == b"2"
 
 
-def test_a_stranger_that_came_before_the_group_was_there_is_found() -> None:
+def test_stranger_connected_before_the_group_is_complete_is_found() -> None:
     """One that has only connected: what it could do next is up to it."""
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
@@ -99,7 +99,7 @@ def is_at(connection, port: int) -> bool:
     return connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
 
 
-def test_the_interface_of_a_machine_s_own_addresses() -> None:
+def test_interface_is_found_for_each_local_address() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("localhost") == "lo"
     for name, addresses in psutil.net_if_addrs().items():
@@ -112,7 +112,7 @@ def test_the_interface_of_a_machine_s_own_addresses() -> None:
         interface_towards("no such host.invalid")
 
 
-def test_two_processes_form_a_group_over_it() -> None:
+def test_two_processes_form_a_group_over_the_store() -> None:
     code = """
 import sys, torch
 from datetime import timedelta

@@ -48,26 +48,26 @@ def dead_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_dead_run_gets_its_picture(tmp_path: Path) -> None:
+def test_report_of_a_dead_run_is_drawn(tmp_path: Path) -> None:
     picture = write_report(dead_run(tmp_path))
     assert picture == tmp_path / "report" / "reward.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 5_000
 
 
-def test_curves_hold_what_was_measured(tmp_path: Path) -> None:
+def test_report_curves_hold_the_measured_values(tmp_path: Path) -> None:
     rows = read_metrics(dead_run(tmp_path) / "metrics.jsonl")
     assert curve(rows, "rollout/reward_mean") == ([1, 2, 3], [0.25, 0.5, 0.75])
     assert eval_names(rows) == ["eval/greedy/accuracy", "eval/sampled/accuracy"]
 
 
-def test_a_step_written_twice_counts_once_and_null_not_at_all(tmp_path: Path) -> None:
+def test_step_written_twice_counts_once_and_null_is_ignored(tmp_path: Path) -> None:
     rows = [{"step": 2, "a": 1.0}, {"step": 1, "a": None}, {"step": 2, "a": 3.0}, {"step": 3, "b": 1.0}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert curve(read_metrics(tmp_path / "m.jsonl"), "a") == ([2], [3.0])
 
 
-def test_memory_is_compared_with_its_estimate(tmp_path: Path) -> None:
+def test_report_compares_memory_with_its_estimate(tmp_path: Path) -> None:
     folder = dead_run(tmp_path)
     assert trainer_memory(folder) == ""
     sink = JsonlSink(folder / "metrics.jsonl")
@@ -77,7 +77,7 @@ def test_memory_is_compared_with_its_estimate(tmp_path: Path) -> None:
     assert trainer_memory(folder) == "trainer memory: 2.35 GB measured, 2.50 GB estimated"
 
 
-def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
+def test_report_of_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no steps"):
         write_report(tmp_path)
 
@@ -147,7 +147,7 @@ def long_titles(folder: Path) -> Titles:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("long", [False, True])
-def test_no_text_leaves_the_picture_or_covers_another(run: str, long: bool, tmp_path: Path) -> None:
+def test_report_texts_stay_in_the_picture_and_do_not_overlap(run: str, long: bool, tmp_path: Path) -> None:
     figure = figure_of(RUNS[run], long_titles(tmp_path) if long else ABOVE)
     figure.canvas.draw()
     shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
@@ -162,7 +162,7 @@ def test_no_text_leaves_the_picture_or_covers_another(run: str, long: bool, tmp_
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_no_chart_is_empty_and_every_series_stands_in_the_legend(run: str) -> None:
+def test_report_has_no_empty_chart_and_every_series_is_in_the_legend(run: str) -> None:
     figure = figure_of(RUNS[run], ABOVE)
     assert all(panel.has_data() for panel in figure.axes)
     (legend,) = figure.legends
@@ -176,14 +176,14 @@ def test_no_chart_is_empty_and_every_series_stands_in_the_legend(run: str) -> No
     assert any("standard deviation" in entry for entry in entries) == banded
 
 
-def test_the_legend_has_the_numbers_before_and_after() -> None:
+def test_legend_shows_values_before_and_after_training() -> None:
     (legend,) = figure_of(RUNS["usual"], ABOVE).legends
     entries = [text.get_text() for text in legend.get_texts()]
     assert "held-out accuracy, sampled: 0.33 → 1" in entries
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_band_stays_within_the_rewards_and_around_their_mean(run: str) -> None:
+def test_reward_band_lies_between_lowest_and_highest_reward_around_the_mean(run: str) -> None:
     rows = RUNS[run]
     steps, low, high = reward_band(rows)
     least, most = (dict(zip(*curve(rows, f"rollout/reward_{end}"), strict=True)) for end in ("min", "max"))
@@ -193,7 +193,7 @@ def test_the_band_stays_within_the_rewards_and_around_their_mean(run: str) -> No
     assert len(steps) == len(least)
 
 
-def test_a_step_measures_its_lowest_and_its_highest_reward() -> None:
+def test_step_records_its_lowest_and_highest_reward() -> None:
     metrics = rollout_metrics(taken(2, 3))
     assert [metrics[f"reward_{name}"].value() for name in ("min", "mean", "max")] == [0.0, 1.0, 2.0]
 
@@ -203,7 +203,7 @@ def write_configuration(folder: Path, model: str, **rollout: str) -> None:
     (folder / "config.resolved.toml").write_text(tomli_w.dumps(tables))
 
 
-def test_the_title_says_model_and_task(tmp_path: Path) -> None:
+def test_report_title_names_model_and_task(tmp_path: Path) -> None:
     folder = tmp_path / "my-run"
     folder.mkdir()
     assert titles(folder) == Titles(title="my-run", subtitle="")
@@ -220,7 +220,7 @@ def test_the_title_says_model_and_task(tmp_path: Path) -> None:
     assert len(titles(folder).title) <= 72
 
 
-def test_a_run_without_rewards_gets_no_empty_picture(tmp_path: Path) -> None:
+def test_report_of_a_run_without_rewards_has_no_reward_chart(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.step(1, {"train/loss": 0.5})
     sink.close()

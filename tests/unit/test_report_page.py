@@ -37,7 +37,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_hostile_texts_become_no_elements_and_no_attributes() -> None:
+def test_hostile_texts_create_no_elements_or_attributes() -> None:
     elements = Elements(page(HOSTILE_CONTENTS))
     tags = [tag for tag, _ in elements.found]
     assert not {"script", "link", "img", "b", "iframe", "a"} & set(tags)
@@ -51,7 +51,7 @@ def test_hostile_texts_become_no_elements_and_no_attributes() -> None:
     assert "a\\x1b[2J\\u202eb" in elements.text
 
 
-def test_the_policy_allows_the_style_sheet_alone() -> None:
+def test_content_policy_allows_only_the_style_sheet() -> None:
     elements = Elements(page(HOSTILE_CONTENTS))
     [policy] = [
         attributes["content"]
@@ -64,7 +64,7 @@ def test_the_policy_allows_the_style_sheet_alone() -> None:
     assert not re.search(r"https?://", page(HOSTILE_CONTENTS).replace("http://elsewhere.test", ""))
 
 
-def test_a_gain_has_both_intervals() -> None:
+def test_gain_is_shown_with_both_intervals() -> None:
     text = page(HOSTILE_CONTENTS)
     assert "0.750 [0.625, 0.875] (step 5)" in text
     assert "+0.500 [+0.375, +0.625]" in text
@@ -80,7 +80,7 @@ def test_a_gain_has_both_intervals() -> None:
         ([float("nan"), 30.0], ["0", "30", "60"]),
     ],
 )
-def test_a_chart_has_its_lowest_and_highest_value_on_the_axis(values: list[float], labels: list[str]) -> None:
+def test_chart_axis_shows_lowest_and_highest_value(values: list[float], labels: list[str]) -> None:
     picture = svg(Chart(title="t", lines=[Line(label="l", steps=[1, 9], values=values)]))
     assert re.findall(r'text-anchor="end">([^<]*)<', picture)[:3] == labels
     assert "nan" not in picture
@@ -126,7 +126,9 @@ def test_a_gain_is_paired_over_the_same_tasks() -> None:
     before = [sample(number, reward=0.0) for number in range(8)]
     after = [sample(number, reward=1.0, step=4) for number in range(8)]
     [gain] = _gains(rows, [*before, *after])
-    assert (gain.gain_interval, gain.num_tasks, gain.after_interval) == ((1.0, 1.0), 8, (0.8, 1.0))
+    assert gain.gain_interval == (1.0, 1.0)
+    assert gain.num_tasks == 8
+    assert gain.after_interval == (0.8, 1.0)
     [gain] = _gains(rows, [*before[1:], *after])
     assert gain.gain_interval is None  # other tasks before: nothing to pair
     [gain] = _gains(rows[:1], before)
@@ -145,7 +147,7 @@ def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
     assert failed.examples[0].task_id == "task-2"  # the newest
 
 
-def test_settings_that_are_not_the_default_are_shown_with_it() -> None:
+def test_changed_settings_are_shown_with_their_default() -> None:
     config = resolve(Source(name="test", tables={"run": {"num_steps": 7}, "train": {"lr": 1e-3}}))
     changed = {row.name: (row.value, row.default) for row in _changed_settings(config)}
     assert changed == {"run.num_steps": ("7", "100"), "train.lr": ("0.001", "1e-06")}
@@ -156,7 +158,7 @@ def report_of(folder: Path) -> str:
     return (folder / "report" / "report.html").read_text()
 
 
-def test_a_run_that_failed_at_once_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_page_of_a_run_that_failed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.resolved.toml").write_text("[run]\nnum_steps = 7\n")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").write_bytes(b"no GPU\xff <script>alert(1)</script>\n")
@@ -168,7 +170,7 @@ def test_a_run_that_failed_at_once_has_a_report(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "report" / "reward.png").exists()
 
 
-def test_a_run_on_files_and_one_without_evaluations_have_a_report(tmp_path: Path) -> None:
+def test_report_page_of_a_run_on_files_and_of_a_run_without_evaluations(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.toml").write_text(
         '[algorithm]\nobjective = "sft"\n[data]\ndata_path = "d"\n'
     )
@@ -184,7 +186,7 @@ def test_a_run_on_files_and_one_without_evaluations_have_a_report(tmp_path: Path
     assert (tmp_path / "report" / "reward.png").exists()
 
 
-def test_a_damaged_store_and_settings_of_another_version_become_notes(tmp_path: Path) -> None:
+def test_damaged_store_and_settings_of_another_version_become_notes(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.toml").write_text("[run]\nno_such_setting = 1\n")
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 100)
     text = report_of(tmp_path)
@@ -192,6 +194,8 @@ def test_a_damaged_store_and_settings_of_another_version_become_notes(tmp_path: 
     assert "settings cannot be shown" in text
 
 
-def test_contents_are_read_without_a_configuration(tmp_path: Path) -> None:
+def test_report_contents_are_read_without_a_configuration(tmp_path: Path) -> None:
     contents = read_contents(RunFolder(path=tmp_path), None, [])
-    assert (contents.settings, contents.gains, contents.failures) == ([], [], [])
+    assert contents.settings == []
+    assert contents.gains == []
+    assert contents.failures == []

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, Running
 from starlette.types import Message, Scope
-from test_gateway_turns import ASK, Running
-from test_gateway_turns import gateway as gateway
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 from test_gateway_workers import Workers
 from test_gateway_workers import workers as workers
 
 from invrl.gateway.server.request_counts import BOUNDS_S, CLIENT_LEFT, CountedApp, RequestCounts
 
 
-def test_buckets_are_cumulative_and_their_bounds_are_included() -> None:
+def test_latency_buckets_are_cumulative_and_include_their_bounds() -> None:
     counts = RequestCounts()
     for seconds in (0.001, 0.005, 0.0051, 1.0, 299.0, 1000.0):
         counts.count("/v1/x", 200, seconds)
@@ -44,7 +41,7 @@ async def call(app: CountedApp) -> None:
     await app({"type": "http"}, receive, send)
 
 
-async def test_a_request_is_counted_however_it_ends() -> None:
+async def test_request_is_counted_for_every_kind_of_end() -> None:
     counts = RequestCounts()
 
     async def answers(scope: Scope, receive: object, send: object) -> None:
@@ -72,7 +69,7 @@ async def test_a_request_is_counted_however_it_ends() -> None:
     assert counts.summary()["/r"]["statuses"] == {"201": 1, str(CLIENT_LEFT): 2, "500": 1, "200": 1}
 
 
-async def test_routes_have_neither_keys_nor_ids(gateway: Running) -> None:
+async def test_counted_routes_contain_neither_keys_nor_ids(gateway: Running) -> None:
     [session] = await gateway.open()
     client = gateway.client(session)
     await client.chat.completions.create(model="tiny", messages=[ASK])
@@ -96,7 +93,9 @@ async def test_routes_have_neither_keys_nor_ids(gateway: Running) -> None:
     assert worker["tokens"]["sampled"] > 0
 
 
-async def test_a_forwarded_request_is_counted_once_by_its_owner(workers: Workers, tmp_path: Path) -> None:
+async def test_forwarded_request_is_counted_once_by_the_owning_worker(
+    workers: Workers, tmp_path: Path
+) -> None:
     [session] = await workers.at[1].open()
     client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
     await client.chat.completions.create(model="tiny", messages=[ASK])

@@ -11,16 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running_gateway import ASK, MORE, Running, eventually, running
 from slow_cases import first_quick
-from test_gateway_turns import (
-    ASK,
-    MORE,
-    Running,
-    eventually,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
 from training_rows import training_rows
 
 from invrl.gateway.rendering.renderer import Renderer
@@ -40,8 +32,8 @@ BODIES = {
 @pytest.fixture
 async def gateway(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as gateway:
         yield gateway
@@ -71,7 +63,7 @@ def gather_requests(gateway: Running, count: int) -> None:
 @pytest.mark.parametrize("purpose", first_quick(["train", "eval", "serve"]))
 @pytest.mark.parametrize("stream", first_quick([True, False]))
 @pytest.mark.parametrize("path", BODIES)
-async def test_equal_requests_are_samples_of_their_own(
+async def test_equal_requests_are_sampled_independently(
     gateway: Running, path: str, stream: bool, purpose: Purpose
 ):
     [session] = await gateway.open(purpose=purpose)
@@ -92,7 +84,7 @@ async def test_equal_requests_count_as_turns(gateway: Running):
 
 
 @pytest.mark.parametrize("headers", [{}, FIRST_TRY])
-async def test_equal_requests_at_a_time_are_samples_of_their_own(gateway: Running, headers: dict[str, str]):
+async def test_concurrent_equal_requests_are_sampled_independently(gateway: Running, headers: dict[str, str]):
     [session] = await gateway.open()
     gather_requests(gateway, 6)
     answers = await asyncio.gather(*(post(gateway, session, headers) for _ in range(6)))
@@ -124,8 +116,8 @@ async def test_samples_of_one_prompt_are_siblings(gateway: Running):
 
 async def test_samples_of_the_first_prompt_are_one_conversation(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     """Each is a root, but none of them departed from anything: they fork nothing, and all are trained."""
     async with running(tmp_path, model, renderer, train_auxiliary_roots=False) as gateway:
@@ -173,7 +165,7 @@ def answered_by(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("headers", [{}, FIRST_TRY, RETRY])
-async def test_a_lost_answer_goes_to_whoever_asks_next(
+async def test_undelivered_reply_goes_to_the_next_equal_request(
     gateway: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ):
     [session] = await gateway.open()
@@ -186,7 +178,7 @@ async def test_a_lost_answer_goes_to_whoever_asks_next(
 
 
 @pytest.mark.parametrize("headers", [{}, FIRST_TRY, RETRY])
-async def test_each_lost_answer_goes_to_one_asker_only(
+async def test_each_undelivered_reply_goes_to_only_one_request(
     gateway: Running, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ):
     """Also while the first of the askers is still being told it."""
@@ -212,7 +204,7 @@ async def test_each_lost_answer_goes_to_one_asker_only(
     assert len(gateway.turns(session)) == 4
 
 
-async def test_an_answer_that_its_asker_went_on_from_is_not_lost(
+async def test_reply_that_a_client_continued_is_not_replayed(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
     [session] = await gateway.open()
@@ -223,7 +215,7 @@ async def test_an_answer_that_its_asker_went_on_from_is_not_lost(
     assert answered_by(await post(gateway, session)) not in {turn.id for turn in gateway.turns(session)[:2]}
 
 
-async def test_retries_of_equal_requests_that_failed_are_samples_of_their_own(gateway: Running):
+async def test_retries_of_failed_equal_requests_are_sampled_independently(gateway: Running):
     """Best of four with the official client's headers, while the fleet fails: each asks once more."""
     gateway.engine.drop_connections = 8  # each of four, twice
     [session] = await gateway.open()
@@ -235,7 +227,7 @@ async def test_retries_of_equal_requests_that_failed_are_samples_of_their_own(ga
     assert len(gateway.turns(session)) == 4
 
 
-async def test_a_retry_of_the_only_request_joins_it_or_gets_its_answer(gateway: Running):
+async def test_retry_of_the_only_request_joins_its_generation_or_gets_its_reply(gateway: Running):
     gateway.engine.holds = lambda count: count > 3
     [session] = await gateway.open()
     first = asyncio.create_task(post(gateway, session, FIRST_TRY))
@@ -250,10 +242,10 @@ async def test_a_retry_of_the_only_request_joins_it_or_gets_its_answer(gateway: 
     assert len(gateway.engine.requests) == 1
 
 
-async def test_a_worker_that_follows_gives_each_lost_answer_to_one_asker(
+async def test_successor_worker_gives_each_undelivered_reply_to_only_one_request(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with running(tmp_path, model, renderer) as gateway:

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from openai.types.responses import Response
-from test_gateway_turns import Running, eventually, running
+from running_gateway import Running, eventually, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
@@ -59,7 +59,8 @@ def check_exact(gateway: Running, turns: Sequence, *, parents: Sequence[int | No
     by_id = {turn.id: turn for turn in turns}
     assert [turn.parent_id for turn in turns] == [None if at is None else turns[at].id for at in parents]
     for turn, request in zip(turns, gateway.engine.requests, strict=True):
-        path, at = turn.context_ids_T.tolist(), turn.parent_id
+        path = turn.context_ids_T.tolist()
+        at = turn.parent_id
         while at is not None:
             before = by_id[at]
             path = [*before.context_ids_T.tolist(), *before.sampled_ids_T.tolist(), *path]
@@ -73,7 +74,9 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
     create = gateway.client(session).responses.create
     first = await create(model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"})
     assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
-    assert (first.metadata, first.instructions, first.tools) == ({"a": "b"}, "Be brief.", [])
+    assert first.metadata == {"a": "b"}
+    assert first.instructions == "Be brief."
+    assert first.tools == []
     assert first.output[0].type == "message"
     assert first.usage is not None
     turns = gateway.turns(session)
@@ -89,7 +92,8 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
         instructions="Be brief.",
         previous_response_id=second.id,
     )
-    assert (third.output_text, third.previous_response_id) == ("Bye.", second.id)
+    assert third.output_text == "Bye."
+    assert third.previous_response_id == second.id
     assert third.usage is not None
     assert third.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
     other = await create(model="tiny", input="Sure?", previous_response_id=first.id)
@@ -151,7 +155,7 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     assert [item.type for item in third.output] == (kinds if stream else sorted(kinds, reverse=True))
     items += [item.model_dump(exclude_unset=True) for item in third.output]
     called = [item.call_id for item in third.output if item.type == "function_call"]
-    items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
+    items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
     await ask()
     turns = gateway.turns(session)
     check_exact(gateway, turns, parents=[None, 0, 1, 2])
@@ -166,9 +170,7 @@ def references(response: Response) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_items_sent_back_by_their_ids_are_one_branch(
-    gateway: Running, renderer: Renderer, stream: bool
-):
+async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer: Renderer, stream: bool):
     in_between = CALL % 1 + "A second." + CALL % 2 + "And done."
     say(gateway, renderer, THOUGHT + "I see." + CALL % 12 + "\n" + CALL % 13, in_between, "4.", "Bye.")
     [session] = await gateway.open()
@@ -187,7 +189,7 @@ async def test_items_sent_back_by_their_ids_are_one_branch(
         called = [item.call_id for item in answer.output if item.type == "function_call"]
         assert len(called) == 2
         items += references(answer)
-        items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
+        items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
     items += references(await ask())
     items.append({"role": "user", "content": "Thanks."})
     await ask()
@@ -219,7 +221,7 @@ async def test_an_item_of_another_session_cannot_be_referred_to(gateway: Running
     await gateway.client(session).responses.create(model="tiny", input=mixed, tools=[TOOL])
 
 
-async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Renderer):
+async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: Renderer):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
     [session], [other] = await gateway.open(), await gateway.open()
     client = gateway.client(session)
@@ -236,7 +238,8 @@ async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Re
         assert again.model_dump(exclude=unrecorded) == made.model_dump(exclude=unrecorded)
         assert [(tool.name, tool.parameters) for tool in again.tools] == [(TOOL["name"], TOOL["parameters"])]
     plain = await client.responses.retrieve(second.id)
-    assert (plain.output_text, plain.output[0].content[0].logprobs) == ("156. 🙂", [])
+    assert plain.output_text == "156. 🙂"
+    assert plain.output[0].content[0].logprobs == []
     for asker, name in (
         (client, "resp_turn-0"),
         (client, first.id.removeprefix("resp_")),
@@ -244,7 +247,8 @@ async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Re
     ):
         with pytest.raises(openai.NotFoundError, match="not found") as unknown:
             await asker.responses.retrieve(name)
-        assert (unknown.value.code, unknown.value.type) == ("response_not_found", "invalid_request_error")
+        assert unknown.value.code == "response_not_found"
+        assert unknown.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="stream"):
         await client.responses.retrieve(first.id, stream=True)
     with pytest.raises(openai.AuthenticationError):
@@ -255,7 +259,7 @@ async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Re
         await client.responses.retrieve(first.id)
 
 
-async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: Renderer):
+async def test_response_stream_equals_the_whole_response_in_order(gateway: Running, renderer: Renderer):
     gateway.engine.token_delay_s = 0.002
     say(gateway, renderer, THOUGHT + "Hello 漢字🙂" + CALL % 1 + CALL % 2)
     [session] = await gateway.open()
@@ -289,7 +293,7 @@ async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: R
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
-async def test_functions_in_namespaces_go_by_both_names(gateway: Running, renderer: Renderer):
+async def test_namespaced_functions_are_known_by_both_names(gateway: Running, renderer: Renderer):
     """Codex CLI offers some so, and `web_search`, which is left out."""
     say(gateway, renderer, '<tool_call>\n{"name": "agents.calc", "arguments": {}}\n</tool_call>', "Done.")
     [session] = await gateway.open()
@@ -305,17 +309,22 @@ async def test_functions_in_namespaces_go_by_both_names(gateway: Running, render
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
-async def test_settings_reach_the_turn(gateway: Running, renderer: Renderer):
+async def test_response_settings_reach_the_turn(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "one two three four five", "{}")
     [session] = await gateway.open(purpose="serve")
     create = gateway.client(session).responses.create
     cut = await create(model="tiny", input="Count", max_output_tokens=3, temperature=0.5, top_p=0.9)
     assert cut.status == "incomplete"
     assert cut.incomplete_details is not None
-    assert (cut.incomplete_details.reason, cut.output[0].status) == ("max_output_tokens", "incomplete")
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[0].status == "incomplete"
     params = gateway.engine.requests[-1]["sampling_params"]
-    assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (0.5, 0.9, 3)
-    assert (cut.temperature, cut.top_p, cut.max_output_tokens) == (0.5, 0.9, 3)
+    assert params["temperature"] == 0.5
+    assert params["top_p"] == 0.9
+    assert params["max_new_tokens"] == 3
+    assert cut.temperature == 0.5
+    assert cut.top_p == 0.9
+    assert cut.max_output_tokens == 3
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     shaped = await create(model="tiny", input="Count", text=form, reasoning={"effort": "none"})
@@ -330,19 +339,21 @@ async def test_settings_reach_the_turn(gateway: Running, renderer: Renderer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_aborts_is_an_error(gateway: Running, stream: bool):
+async def test_aborted_generation_is_a_response_error(gateway: Running, stream: bool):
     [session] = await gateway.open()
     gateway.engine.abort_next = True
     raw = await gateway.http.post(
         session.base_url + "/responses", json={"model": "tiny", "input": "Hi", "stream": stream}
     )
     if not stream:
-        assert (raw.status_code, raw.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert raw.status_code == 503
+        assert raw.json()["error"]["code"] == "engine_unavailable"
         return
     events = [json.loads(line[6:]) for line in raw.text.splitlines() if line.startswith("data: ")]
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     failed = events[-1]["response"]
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert failed["status"] == "failed"
+    assert failed["error"]["code"] == "server_error"
     gateway.engine.abort_next = True
     with pytest.raises(openai.APIError, match="abort"):
         async for _ in await gateway.client(session).responses.create(model="tiny", input="Yo", stream=True):
@@ -401,7 +412,7 @@ BAD_FIELDS = {
 }
 
 
-async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
+async def test_bad_responses_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     bodies = {
         name: json.dumps({"model": "tiny", "input": "x"} | fields) for name, fields in BAD_FIELDS.items()
@@ -419,7 +430,7 @@ async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
         await gateway.client(session).responses.create(model="gpt-9", input="x")
 
 
-async def test_replies_of_little_come_back_whole(gateway: Running, renderer: Renderer):
+async def test_empty_and_truncated_replies_can_be_sent_back(gateway: Running, renderer: Renderer):
     """Nothing at all; thinking that was cut off; and a call of no text, which the client made up."""
     say(gateway, renderer, "", THOUGHT[:-3], ".")
     [session] = await gateway.open()

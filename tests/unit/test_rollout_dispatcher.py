@@ -3,115 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
+from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 
 from invrl.errors import SessionError
 from invrl.reasons import FailureReason
 from invrl.rollout import dispatcher as module
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.types import FailedRollout, GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types import FailedRollout
 
 
-class Leases:
-    """A buffer that leases `groups` groups of `size`, as fast as it is asked."""
-
-    def __init__(self, groups, size=4):
-        self.left = [
-            GroupLease(
-                group_id=f"g{g}",
-                task=Task(id=f"t{g}", payload={}),
-                members=tuple(GroupMember(index=i, attempt=0) for i in range(size)),
-            )
-            for g in range(groups)
-        ]
-        self.asked = 0
-        self.dropped = asyncio.Queue()
-
-    async def lease(self):
-        self.asked += 1
-        return self.left.pop(0) if self.left else None
-
-    async def unwanted(self):
-        return (await self.dropped.get(),)
-
-
-class Opener:
-    def __init__(self, error=None):
-        self.error = error
-        self.opened, self.aborted = [], {}
-
-    async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
-        if self.error:
-            raise self.error
-        made = [
-            Session(
-                id=f"{lease.group_id}/{member.index}",
-                key="k",
-                base_url="http://gw/s/k/v1",
-                task_id=lease.task.id,
-                group_id=lease.group_id,
-                index=member.index,
-                attempt=member.attempt,
-                purpose=purpose,
-                sampling=sampling or Sampling(),
-            )
-            for member in lease.members
-        ]
-        self.opened.extend(made)
-        return made
-
-    async def abort(self, session, reason, detail):
-        self.aborted[session.id] = reason
-
-
-class HeldPool:
-    """Rollouts run until they are released, by session id."""
-
-    def __init__(self, error=None):
-        self.error = error
-        self.running = {}
-        self.calls = []
-        self.most = 0
-
-    async def run(self, assignment, dropped=None):
-        if self.error:
-            raise self.error
-        ids = tuple(s.id for s in assignment.sessions)
-        self.calls.append(ids)
-        self.running[ids] = asyncio.Event()
-        self.most = max(self.most, sum(len(each) for each in self.running))
-        try:
-            await self.running[ids].wait()
-        finally:
-            del self.running[ids]
-        return ()
-
-    def release(self, *ids):
-        self.running[ids].set()
-
-
-async def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        await asyncio.sleep(0.002)
-
-
-def dispatcher(buffer, opener, pool, concurrency, group_form=False):
-    made = Dispatcher(buffer, opener, pool, concurrency=concurrency, group_form=group_form)
-    made.start()
-    return made
-
-
-async def test_slots_are_full_and_refilled_rollout_by_rollout():
-    buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=6)
+async def test_freed_slot_is_refilled_at_once():
+    buffer = Leases(groups=3)
+    opener = Opener()
+    pool = HeldPool()
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=6)
     await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
     await asyncio.sleep(0.05)
-    assert (it.running, len(pool.running)) == (6, 6)
+    assert (dispatcher.running, len(pool.running)) == (6, 6)
     # The second group is opened, half of it waits; the third is not leased.
     assert len(opener.opened) == 8
     assert len(buffer.left) == 1
@@ -121,48 +32,53 @@ async def test_slots_are_full_and_refilled_rollout_by_rollout():
     pool.release("g0/3")
     await until(lambda: ("g2/0",) in pool.running)
     assert pool.most == 6
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_every_rollout_runs_once():
-    buffer, opener, pool = Leases(groups=20), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=5)
+async def test_every_leased_rollout_runs_once():
+    buffer = Leases(groups=20)
+    opener = Opener()
+    pool = HeldPool()
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=5)
     for _ in range(80):
         await until(lambda: pool.running)
         released = next(iter(pool.running))
         pool.release(*released)
         await until(lambda released=released: released not in pool.running)
-    await until(lambda: not it.running and len(pool.calls) == 80)
+    await until(lambda: not dispatcher.running and len(pool.calls) == 80)
     assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
-    await it.stop()
+    await dispatcher.stop()
     assert opener.aborted == {}
 
 
-async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
-    buffer, pool = Leases(groups=2), HeldPool()
-    it = dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
+async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
+    buffer = Leases(groups=2)
+    pool = HeldPool()
+    dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
     first = tuple(f"g0/{i}" for i in range(4))
     await until(lambda: first in pool.running)
     await asyncio.sleep(0.03)
     assert list(pool.running) == [first]
     pool.release(*first)
     await until(lambda: tuple(f"g1/{i}" for i in range(4)) in pool.running)
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeypatch):
+async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypatch):
     """What passes between two looks is what the dispatcher (and nobody else: other tests' engines are looked
     at in this loop) asks the event loop for."""
-    buffer, pool, pauses = Leases(groups=0), HeldPool(), []
+    buffer = Leases(groups=0)
+    pool = HeldPool()
+    pauses = []
     noting = {"timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)}
     monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
-    it = dispatcher(buffer, Opener(), pool, concurrency=4)
+    dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=4)
     await until(lambda: buffer.asked > 8)
     assert set(pauses) == {0.04}
     assert buffer.asked <= len(pauses) + 1
     buffer.left = Leases(groups=1).left
     await until(lambda: len(pool.running) == 4)
-    await it.stop()
+    await dispatcher.stop()
 
 
 class BrokenBuffer:
@@ -181,8 +97,8 @@ class BrokenBuffer:
         ((Leases(1), Opener(), HeldPool(RuntimeError("a bug"))), RuntimeError),
     ],
 )
-async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
-    it = dispatcher(*parts, concurrency=4)
+async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
+    dispatcher = started_dispatcher(*parts, concurrency=4)
     cancelled = asyncio.Event()
 
     async def take():
@@ -193,48 +109,52 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
             raise
 
     with pytest.raises(cause):
-        await asyncio.wait_for(it.guard(take()), 60.0)
+        await asyncio.wait_for(dispatcher.guard(take()), 60.0)
     await asyncio.wait_for(cancelled.wait(), 60.0)
-    await it.stop()
+    await dispatcher.stop()
 
 
-async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
-    opener, pool = Opener(), HeldPool()
-    it = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
+async def test_dispatcher_failure_ends_the_work_that_started_it():
+    opener = Opener()
+    pool = HeldPool()
+    dispatcher = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
 
     async def starts():
-        it.start()
+        dispatcher.start()
         await asyncio.Event().wait()
 
     with pytest.raises(ConnectionError):
-        await asyncio.wait_for(it.guard(starts()), 60.0)
-    await it.stop()
+        await asyncio.wait_for(dispatcher.guard(starts()), 60.0)
+    await dispatcher.stop()
 
 
-async def test_guard_gives_back_what_it_guards():
-    it = dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
-    assert await it.guard(asyncio.sleep(0, "batch")) == "batch"
+async def test_guarded_call_returns_its_result():
+    dispatcher = started_dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
+    assert await dispatcher.guard(asyncio.sleep(0, "batch")) == "batch"
 
     async def fails():
         raise KeyError("its own")
 
     with pytest.raises(KeyError):
-        await it.guard(fails())
-    await it.stop()
+        await dispatcher.guard(fails())
+    await dispatcher.stop()
 
 
-async def test_stop_aborts_whatever_is_left():
-    buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
-    it = dispatcher(buffer, opener, pool, concurrency=3)
+async def test_stopping_the_dispatcher_aborts_open_sessions():
+    buffer = Leases(groups=2)
+    opener = Opener()
+    pool = HeldPool()
+    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
-    await it.stop()
+    await dispatcher.stop()
     assert not pool.running
     assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in range(4)}
     assert len(buffer.left) == 1
 
 
-async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
-    asked, followed = asyncio.Event(), asyncio.Event()
+async def test_dispatcher_stops_even_if_the_buffer_swallows_the_cancellation():
+    asked = asyncio.Event()
+    followed = asyncio.Event()
 
     class Swallowing:
         async def lease(self):
@@ -251,13 +171,13 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
             except asyncio.CancelledError:
                 return ()
 
-    it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
+    dispatcher = started_dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asked.wait()
     await followed.wait()
-    await asyncio.wait_for(it.stop(), 60.0)
+    await asyncio.wait_for(dispatcher.stop(), 60.0)
 
 
-async def test_a_rollout_that_only_grammars_spoke_in_is_told_on_the_console_once(
+async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
     capsys: pytest.CaptureFixture[str],
 ):
     """It will be so in every rollout; the failures' log is not read until the run has waited in vain."""
@@ -279,9 +199,9 @@ async def test_a_rollout_that_only_grammars_spoke_in_is_told_on_the_console_once
             return (failed(len(self.calls)),)
 
     pool = Pool()
-    it = dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
-    await until(lambda: len(pool.calls) == 3 and not it.running)
-    await it.stop()
+    dispatcher = started_dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
+    await until(lambda: len(pool.calls) == 3 and not dispatcher.running)
+    await dispatcher.stop()
     told = capsys.readouterr().out
     assert told.count("all turns constrained: the client sends tool_choice=required") == 1
     assert told.startswith("warning: rollout g1/0 trains nothing")

@@ -63,14 +63,14 @@ def raising(error):
         (RolloutResult(reward=0.5, components={"format": 1}), 0.5),
     ],
 )
-async def test_usable_rewards(returned, reward):
+async def test_usable_rewards_are_accepted(returned, reward):
     outcome = await run_one(returning(returned))
     assert isinstance(outcome, Scored)
     assert outcome.reward == reward
     assert type(outcome.reward) is float
 
 
-async def test_components_become_floats():
+async def test_reward_components_become_floats():
     outcome = await run_one(returning(RolloutResult(reward=1.0, components={"format": True})))
     assert outcome == Scored(reward=1.0, components={"format": 1.0})
 
@@ -111,20 +111,20 @@ async def test_an_exception_keeps_its_traceback():
 @pytest.mark.parametrize(
     "error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
 )
-async def test_exceptions_that_are_not_errors_stay_inside(error):
+async def test_base_exceptions_of_user_code_fail_only_the_rollout(error):
     outcome = await run_one(raising(error))
     assert isinstance(outcome, Failure)
     assert outcome.reason is FailureReason.EXCEPTION
     assert type(error).__name__ in outcome.detail
 
 
-async def test_sys_exit_in_a_sync_function_stays_inside():
+async def test_sys_exit_in_a_sync_function_fails_only_the_rollout():
     outcome = await run_one(lambda task, endpoint: sys.exit(3))
     assert isinstance(outcome, Failure)
     assert outcome.reason is FailureReason.EXCEPTION
 
 
-async def test_a_hang_ends_at_the_deadline_and_says_where():
+async def test_hung_rollout_ends_at_its_deadline_and_names_its_line():
     async def rollout(task, endpoint):
         await asyncio.Event().wait()
 
@@ -134,7 +134,7 @@ async def test_a_hang_ends_at_the_deadline_and_says_where():
     assert "Event().wait()" in outcome.detail
 
 
-async def test_a_function_that_swallows_its_cancellation_cannot_hold_us():
+async def test_rollout_function_that_swallows_its_cancellation_is_left_behind():
     released = asyncio.Event()
 
     async def rollout(task, endpoint):
@@ -151,7 +151,7 @@ async def test_a_function_that_swallows_its_cancellation_cannot_hold_us():
     assert "ignores its cancellation" in outcome.detail
 
 
-async def test_a_sync_function_runs_in_a_thread_of_its_own():
+async def test_sync_rollout_function_runs_in_its_own_thread():
     together = threading.Barrier(40)
 
     def rollout(task, endpoint):
@@ -164,7 +164,7 @@ async def test_a_sync_function_runs_in_a_thread_of_its_own():
     assert runner.stuck_threads == 0
 
 
-async def test_a_sync_hang_is_left_behind_and_counted():
+async def test_hung_sync_function_is_left_behind_and_counted():
     release = threading.Event()
 
     def rollout(task, endpoint):
@@ -188,7 +188,7 @@ async def test_a_sync_function_may_return_an_awaitable():
     assert outcome == Scored(reward=0.5, components={})
 
 
-async def test_an_object_with_an_async_call():
+async def test_object_with_an_async_call_method_is_a_rollout_function():
     class Agent:
         async def __call__(self, task, endpoint):
             return 0.75
@@ -199,7 +199,7 @@ async def test_an_object_with_an_async_call():
 # ------------------------------------------------------------------ reward functions
 
 
-async def test_the_reward_function_judges_what_was_returned():
+async def test_reward_function_judges_the_returned_value():
     async def judge(task, result):
         return 1.0 if result.output == task.label else 0.0
 
@@ -242,7 +242,7 @@ async def run_group(function, reward_function=None, timeout_s=60.0):
     )
 
 
-async def test_a_group_fails_member_by_member():
+async def test_members_of_a_group_fail_individually():
     first, second, third = await run_group(group_returning([1.0, float("nan"), RolloutResult(reward=0.5)]))
     assert first == Scored(reward=1.0, components={})
     assert isinstance(second, Failure)
@@ -297,7 +297,7 @@ def wrapped(error):
         (httpx.ConnectError("no request known"), FailureReason.EXCEPTION),
     ],
 )
-async def test_only_our_own_endpoint_is_the_engine(error, reason):
+async def test_errors_of_other_endpoints_are_not_engine_failures(error, reason):
     outcome = await run_one(raising(error))
     assert isinstance(outcome, Failure)
     assert outcome.reason is reason

@@ -5,116 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_workers import FakeWorker, assignment, given, reasons, started_pool
 
-from invrl.errors import ActorDiedError, ActorSilentError, PluginError, ServerError
+from invrl.errors import ActorDiedError, PluginError, ServerError
 from invrl.reasons import FailureReason
-from invrl.rollout.worker_actor import Assignment, WorkerReply
-from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, Sampling, Session, Task
-
-
-def session(name):
-    return Session(
-        id=name,
-        key=f"key-{name}",
-        base_url="http://gw/s/k/v1",
-        task_id=name,
-        group_id="g",
-        index=0,
-        attempt=0,
-        purpose="train",
-        sampling=Sampling(),
-    )
-
-
-def failed(session, reason, detail):
-    return FailedRollout(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
-        reason=reason,
-        detail=detail,
-    )
-
-
-def assignment(name, sessions=1):
-    return Assignment(
-        task=Task(id=name, payload={}), sessions=tuple(session(f"{name}{i}") for i in range(sessions))
-    )
-
-
-class FakeWorker:
-    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is left), full (memory),
-    hold, bug."""
-
-    def __init__(self, name):
-        self.name = name
-        self.given = []
-        self.dead = asyncio.Event()
-        self.release = asyncio.Event()
-        self.threads = 0
-
-    async def ready(self, deadline_s):
-        return None
-
-    async def run(self, assignment, deadline_s):
-        self.given.append(assignment.task.id)
-        does = assignment.task.id.split("-")[0]
-        if does == "die":
-            self.dead.set()
-        if does == "bug":
-            raise ZeroDivisionError("a bug of ours")
-        if does == "thread":
-            self.threads += 1
-        if does in ("hold", "stuck"):
-            waits = [asyncio.create_task(self.dead.wait()), asyncio.create_task(self.release.wait())]
-            done, _ = await asyncio.wait(
-                waits, timeout=0.05 if does == "stuck" else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            for wait in waits:
-                wait.cancel()
-            if not done:
-                raise ActorSilentError("the worker to answer", 0.05)
-        if self.dead.is_set():
-            raise ActorDiedError(f"{self.name}: exit code 1")
-        outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)
-        return WorkerReply(outcomes=outcomes, stuck_threads=self.threads, over_memory=does == "full")
-
-    def kill(self):
-        self.dead.set()
-
-
-class Aborts:
-    def __init__(self):
-        self.seen = {}
-
-    async def abort(self, session, reason, detail):
-        self.seen[session.id] = (reason, detail)
-        return failed(session, reason, detail)
-
-
-async def started_pool(size=1, make=FakeWorker):
-    workers, aborts = [], Aborts()
-
-    def make_worker(name):
-        workers.append(make(name))
-        return workers[-1]
-
-    pool = WorkerPool(make_worker, aborts, size=size, run_timeout_s=1.0)
-    await pool.start()
-    return pool, workers, aborts
-
-
-async def given(worker, *tasks):
-    async with asyncio.timeout(60):
-        while worker.given != list(tasks):
-            await asyncio.sleep(0.001)
-
-
-def reasons(outcomes):
-    return [outcome.reason for outcome in outcomes]
 
 
 async def test_the_least_busy_worker_is_given_the_next_assignment():
@@ -129,7 +23,7 @@ async def test_the_least_busy_worker_is_given_the_next_assignment():
     await asyncio.gather(*runs)
 
 
-async def test_a_death_fails_what_ran_there_and_only_that():
+async def test_worker_death_fails_only_its_own_rollouts():
     pool, workers, aborts = await started_pool(size=2)
     elsewhere = asyncio.create_task(pool.run(assignment("hold-elsewhere", sessions=2)))
     await given(workers[0], "hold-elsewhere")
@@ -146,7 +40,7 @@ async def test_a_death_fails_what_ran_there_and_only_that():
     assert reasons(await pool.run(assignment("ok"))) == [FailureReason.EXCEPTION]
 
 
-async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
+async def test_silent_worker_is_killed_and_replaced():
     pool, workers, aborts = await started_pool()
     beside = asyncio.create_task(pool.run(assignment("hold-beside")))
     await given(workers[0], "hold-beside")
@@ -157,7 +51,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
     assert pool.replaced == 1
 
 
-async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
+async def test_worker_with_a_stuck_thread_is_replaced_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
     await given(workers[0], "hold-running")
@@ -172,7 +66,7 @@ async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
     assert aborts.seen == {}
 
 
-async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
+async def test_worker_over_its_memory_is_replaced_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
     await given(workers[0], "hold-running")
@@ -185,7 +79,7 @@ async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
     assert aborts.seen == {}
 
 
-async def test_workers_that_are_always_over_their_memory_end_the_run():
+async def test_workers_always_over_their_memory_end_the_run():
     pool, workers, _ = await started_pool()
 
     async def rollouts_that_all_leak():
@@ -197,7 +91,7 @@ async def test_workers_that_are_always_over_their_memory_end_the_run():
     assert len(workers) < 30
 
 
-async def test_endless_deaths_end_the_run_with_their_cause():
+async def test_repeated_worker_deaths_end_the_run_with_their_cause():
     pool, workers, _ = await started_pool()
 
     async def rollouts_that_all_die():
@@ -209,7 +103,7 @@ async def test_endless_deaths_end_the_run_with_their_cause():
     assert len(workers) < 30
 
 
-async def test_deaths_with_rollouts_in_between_do_not():
+async def test_worker_deaths_between_successful_rollouts_do_not_end_the_run():
     pool, _, _ = await started_pool()
     for _ in range(40):
         await pool.run(assignment("die"))
@@ -217,7 +111,7 @@ async def test_deaths_with_rollouts_in_between_do_not():
     assert pool.replaced == 40
 
 
-async def test_one_death_of_a_full_worker_counts_once():
+async def test_death_of_a_full_worker_counts_once():
     pool, workers, _ = await started_pool()
     beside = [asyncio.create_task(pool.run(assignment(f"hold-{i}"))) for i in range(64)]
     await given(workers[0], *(f"hold-{i}" for i in range(64)))
@@ -227,13 +121,13 @@ async def test_one_death_of_a_full_worker_counts_once():
     assert pool.replaced == 1
 
 
-async def test_an_error_of_ours_is_not_swallowed():
+async def test_internal_error_of_the_pool_is_raised():
     pool, _, _ = await started_pool()
     with pytest.raises(ZeroDivisionError):
         await pool.run(assignment("bug"))
 
 
-async def test_a_plugin_that_does_not_load_surfaces_at_start():
+async def test_plugin_that_does_not_load_is_raised_at_the_start():
     class Unloadable(FakeWorker):
         async def ready(self, deadline_s):
             raise PluginError(field="rollout_function_path", value="a:b", reason="no", fix="yes")

@@ -41,7 +41,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("theta", [10000.0, 5e5])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_frequencies_are_those_of_transformers(scaling: str, head_dim: int, theta: float) -> None:
+def test_rotary_frequencies_equal_those_of_transformers(scaling: str, head_dim: int, theta: float) -> None:
     parameters = SCALINGS[scaling] | {"rope_theta": theta}
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=2048, rope_parameters=dict(parameters))
     if scaling == "plain":
@@ -54,7 +54,7 @@ def test_frequencies_are_those_of_transformers(scaling: str, head_dim: int, thet
     assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
 
 
-def test_turns_are_of_the_positions_times_the_frequencies() -> None:
+def test_rotary_angles_are_positions_times_frequencies() -> None:
     rope = read_rope({"rope_theta": 100.0})
     positions = RotaryPositions(frequencies_D=frequencies(rope, 4), factor=2.0, dtype=torch.float32)
     turns = positions.turns(torch.tensor([0, 3]))
@@ -64,7 +64,7 @@ def test_turns_are_of_the_positions_times_the_frequencies() -> None:
     assert torch.allclose(turns.sin[1, 0, 0], 2 * angles.sin())
 
 
-def test_both_generations_of_config_json_say_the_same() -> None:
+def test_both_formats_of_config_json_give_the_same_rope() -> None:
     old = read_rope({"rope_theta": 5e5, "rope_scaling": LLAMA3})
     new = read_rope({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
     assert old == new
@@ -72,7 +72,7 @@ def test_both_generations_of_config_json_say_the_same() -> None:
     assert read_rope({}) == read_rope({"rope_scaling": None, "rope_parameters": {"rope_theta": 10000}})
 
 
-def test_the_original_context_is_that_of_the_model_unless_it_is_given() -> None:
+def test_original_context_defaults_to_that_of_the_model() -> None:
     incomplete = {"rope_type": "yarn", "factor": 4.0}
     found = read_rope({"rope_scaling": incomplete, "max_position_embeddings": 2048})
     assert found == read_rope({"rope_scaling": incomplete | {"original_max_position_embeddings": 2048}})
@@ -91,7 +91,7 @@ def test_the_original_context_is_that_of_the_model_unless_it_is_given() -> None:
         ({"rope_type": "yarn"}, "yarn needs factor"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(parameters: dict[str, Any], told: str) -> None:
+def test_unsupported_rope_scaling_is_refused_by_name(parameters: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         read_rope({"rope_scaling": parameters, "max_position_embeddings": 2048})
     assert caught.value.field == "config.json: rope_parameters"

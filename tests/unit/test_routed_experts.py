@@ -11,14 +11,7 @@ import pytest
 from fakes import fake_experts
 from family_models import make_family_model
 from numpy.typing import NDArray
-from test_gateway_turns import (
-    ASK,
-    MORE,
-    Running,
-    model,  # noqa: F401 - a fixture
-    renderer,  # noqa: F401 - a fixture
-    running,
-)
+from running_gateway import ASK, MORE, Running, running
 
 from invrl.algorithms.advantages import grpo
 from invrl.buffer.training_samples import build_batch
@@ -59,7 +52,7 @@ def test_a_turn_has_the_experts_of_the_passes_that_predicted_its_tokens() -> Non
     assert np.array_equal(experts_TLK, every_PLK[PATH - 1 : -1])
 
 
-def test_nothing_predicted_the_first_token_of_a_path() -> None:
+def test_first_token_of_a_path_has_no_experts() -> None:
     experts_TLK = read(report(0, PROMPT + SAMPLED - 1), path=0)
     assert experts_TLK is not None
     assert len(experts_TLK) == PROMPT + SAMPLED
@@ -67,7 +60,7 @@ def test_nothing_predicted_the_first_token_of_a_path() -> None:
     assert np.array_equal(experts_TLK[1:], fake_experts(range(20, 20 + PROMPT + SAMPLED - 1)))
 
 
-def test_experts_from_before_an_update_are_unknown() -> None:
+def test_experts_recorded_before_an_update_are_unknown() -> None:
     """The engine has computed those positions again, under the new weights."""
     whole = report(first_row(PATH), PROMPT + SAMPLED - 1)
     experts_TLK = read(whole, sampled=(1, 3, SAMPLED))
@@ -91,12 +84,12 @@ def test_experts_from_before_an_update_are_unknown() -> None:
         base64.b64encode(np.full((8, 3, 2), -1, np.int32).tobytes()).decode(),
     ],
 )
-def test_what_is_no_report_of_the_turn_is_not_recorded(encoded: str | None) -> None:
+def test_invalid_expert_report_is_not_recorded(encoded: str | None) -> None:
     assert read(encoded) is None
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)])
-def test_there_is_a_number_for_unknown_experts(count: int, dtype: type) -> None:
+def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
     assert experts_dtype(count) == dtype
     assert unknown_expert(experts_dtype(count)) >= count
 
@@ -104,14 +97,14 @@ def test_there_is_a_number_for_unknown_experts(count: int, dtype: type) -> None:
 @pytest.mark.parametrize(
     ("family", "count", "chosen"), [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)]
 )
-def test_the_shape_is_read_from_the_model(tmp_path: Path, family: str, count: int, chosen: int) -> None:
+def test_expert_shape_is_read_from_the_model(tmp_path: Path, family: str, count: int, chosen: int) -> None:
     folder = make_family_model(tmp_path / "model", family)
     config = json.loads((folder / "config.json").read_text())
     expected = ExpertsShape(layers=config["num_hidden_layers"], chosen=chosen, count=count)
     assert ExpertsShape.of(folder) == expected
 
 
-def test_a_model_without_experts_has_no_shape(tmp_path: Path) -> None:
+def test_model_without_experts_has_no_expert_shape(tmp_path: Path) -> None:
     folder = make_family_model(tmp_path / "model", "qwen3")
     with pytest.raises(ValueError, match="has no experts"):
         ExpertsShape.of(folder)
@@ -153,8 +146,8 @@ def expected(sample: TrainSample) -> NDArray[np.int32]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_row_has_the_experts_of_all_its_turns(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     stream: bool,
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
@@ -171,10 +164,10 @@ async def test_a_row_has_the_experts_of_all_its_turns(
             assert (experts_TLK[-1] == UNKNOWN).all()
 
 
-async def test_a_turn_without_a_record_leaves_its_tokens_unknown(
+async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
         [session] = await gateway.open()
@@ -197,10 +190,10 @@ async def test_a_turn_without_a_record_leaves_its_tokens_unknown(
     assert np.array_equal(known[1][end:], known[0][end:])
 
 
-async def test_nothing_is_asked_for_or_recorded_unless_the_run_replays_it(
+async def test_experts_are_requested_only_if_the_run_replays_them(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()

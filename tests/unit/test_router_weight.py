@@ -51,7 +51,7 @@ def share(logits: list[float], expert: int, score: str) -> float:
     score=st.sampled_from(["softmax", "sigmoid"]),
     spread=st.sampled_from([0.01, 1.0, 4.0]),
 )
-def test_the_shift_of_a_layer_is_that_of_the_experts_that_were_chosen(
+def test_shift_of_a_layer_is_over_its_chosen_experts(
     seed: int, num_experts: int, num_tokens: int, score: str, spread: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -119,7 +119,7 @@ def expected_loss(current: list[float], still: list[float], shifts: list[float],
     scale=st.sampled_from([0.0, 0.1, 0.5]),
     level=st.sampled_from(["token", "sequence", "sequence_token", "gmpo"]),
 )
-def test_the_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: float, level: str) -> None:
+def test_router_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: float, level: str) -> None:
     axis = {"policy_loss": "gmpo"} if level == "gmpo" else {"ratio_level": level}
     config = RSPO.model_copy(update=axis)
     rng = np.random.default_rng(seed)
@@ -161,7 +161,7 @@ def test_the_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: float
     assert metrics["router_weight_floored_fraction"] == pytest.approx(floored)
 
 
-def test_no_gradient_goes_through_the_weight() -> None:
+def test_no_gradient_flows_through_the_router_weight() -> None:
     inputs = example_inputs(with_router_shift=True)
     assert inputs.router_shift_N is not None
     shift_N = inputs.router_shift_N.requires_grad_()
@@ -171,14 +171,14 @@ def test_no_gradient_goes_through_the_weight() -> None:
     assert inputs.current_N.grad.abs().sum() > 0
 
 
-def test_where_old_is_current_every_weight_is_1() -> None:
+def test_router_weight_is_1_where_old_is_current() -> None:
     inputs = replace(example_inputs(), old_N=None)
     metrics = resolve(policy_loss(inputs, RSPO).metrics)
     assert metrics["router_weight_mean"] == metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
     assert metrics["router_weight_floored_fraction"] == 0.0
 
 
-def test_old_logprobs_without_the_shift_are_an_error() -> None:
+def test_missing_router_shift_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"router_shift_floor is 0\.8 but no shift"):
         policy_loss(example_inputs(), RSPO)
 
@@ -186,7 +186,7 @@ def test_old_logprobs_without_the_shift_are_an_error() -> None:
 # ------------------------------------------------------------------ settings
 
 
-def test_it_is_a_need_of_its_setting_alone() -> None:
+def test_router_shift_is_needed_only_with_its_setting() -> None:
     assert needs_of(RSPO).router_shift
     assert needs_of(RSPO).old
     assert not needs_of(AlgorithmConfig()).router_shift
@@ -202,7 +202,7 @@ def test_it_is_a_need_of_its_setting_alone() -> None:
         ("--policy-loss vespo --correction none", "has no ratio", "leave it out"),
     ],
 )
-def test_what_contradicts_is_refused(flags: str, reason: str, fix: str) -> None:
+def test_settings_that_contradict_the_router_shift_are_refused(flags: str, reason: str, fix: str) -> None:
     given_flags = ["--router-shift-floor", "0.8", *flags.split()]
     if "--num-minibatches" not in given_flags:
         given_flags += ["--num-minibatches", "2"]
@@ -220,13 +220,13 @@ def of_run(model: Path, *flags: str) -> Config:
     )
 
 
-def test_before_any_process_starts_a_dense_model_is_refused(tmp_path: Path) -> None:
+def test_router_shift_of_a_dense_model_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "dense")
     with pytest.raises(ConfigError, match=r"(?s)router_shift_floor.*has no experts.*--router-shift-floor"):
         check_trainable(of_run(model))
 
 
-def test_before_any_process_starts_several_pipeline_stages_are_refused(tmp_path: Path) -> None:
+def test_router_shift_with_pipeline_stages_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2)
     check_trainable(of_run(model))
     with pytest.raises(
@@ -248,7 +248,7 @@ of_shift.needs = Needs(old=True, router_shift=True)
 without_old.needs = Needs(router_shift=True)
 
 
-def test_an_objective_of_the_user_s_declares_it_with_old() -> None:
+def test_user_objective_declares_the_router_shift_together_with_old() -> None:
     try_objective(AlgorithmConfig(objective=f"{__name__}:of_shift"))
     with pytest.raises(PluginError, match=r"(?s)not `old`.*old=True"):
         needs_of(AlgorithmConfig(objective=f"{__name__}:without_old"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_packing import batch_of, sample
+from packed_rows import batch_of, sample
 from tiny_model import make_tiny_model
 
 from invrl.cli.checks.settings_checks import check_row_length, longest_conversation
@@ -26,13 +26,13 @@ def configuration(model: Path | str, **train: int) -> Config:
     return resolve(Source(name="test", tables={"model": {"model_path": str(model)}, "train": train}))
 
 
-def test_a_conversation_is_as_long_as_the_engines_take_it(model: Path) -> None:
+def test_longest_conversation_is_that_of_the_engines(model: Path) -> None:
     config = configuration(model, max_tokens_per_microbatch=100)
     assert longest_conversation(config) == 2048
     assert check_row_length(config).endswith("one of more than 100 is a micro-batch alone")
 
 
-def test_a_conversation_may_be_limited(model: Path) -> None:
+def test_max_row_tokens_limits_the_conversation(model: Path) -> None:
     config = configuration(model, max_row_tokens=600)
     assert longest_conversation(config) == 600
     assert "up to 600 tokens" in check_row_length(config)
@@ -40,14 +40,14 @@ def test_a_conversation_may_be_limited(model: Path) -> None:
     assert longest_conversation(configuration(model, max_row_tokens=5000)) == 2048
 
 
-def test_an_answer_leaves_room_for_its_prompt(model: Path) -> None:
+def test_max_new_tokens_must_leave_room_for_the_prompt(model: Path) -> None:
     with pytest.raises(ConfigError) as error:
         check_row_length(configuration(model, max_row_tokens=200))
     assert error.value.field == "rollout.max_new_tokens"
     assert error.value.fix == "lower --max-new-tokens, or raise --max-row-tokens"
 
 
-def test_a_saved_row_is_as_long_as_the_limit_at_most() -> None:
+def test_saved_row_over_the_limit_is_refused() -> None:
     config = configuration("", max_row_tokens=21)
     batch = batch_of([sample(0, 0, 21, 5), sample(0, 1, 3, 1)])
     _refuse_long_rows(batch, config)
@@ -61,5 +61,5 @@ def test_a_saved_row_is_as_long_as_the_limit_at_most() -> None:
     _refuse_long_rows(longer, configuration("", max_tokens_per_microbatch=5))
 
 
-def test_a_batch_without_rows_is_not_refused() -> None:
+def test_batch_without_rows_is_accepted() -> None:
     _refuse_long_rows(batch_of([]), configuration("", max_row_tokens=1))

@@ -48,11 +48,11 @@ invrl_gateway_tokens_total invrl_gateway_loop_lag_seconds invrl_gateway_worker_s
 UNITS = ("_seconds", "_bytes", "_ratio", "_tokens", "_per_second")
 
 
-def test_the_names_are_stable() -> None:
+def test_exported_metric_names_are_stable() -> None:
     assert [family.sample_name for family in FAMILIES.values()] == NAMES
 
 
-def test_names_and_units_follow_the_conventions_of_prometheus() -> None:
+def test_exported_names_and_units_follow_prometheus_conventions() -> None:
     for family in FAMILIES.values():
         assert family.name.startswith("invrl_")
         assert family.help
@@ -86,7 +86,7 @@ def values_of(exporter: RunExporter) -> Mapping[tuple[str, ...], float]:
 TRAINED = {"train/loss": 0.5, "train/tokens": 100.0, "train/clip_fraction": 0.1, "train/kl_reference": 0.2}
 
 
-def test_gauges_are_the_newest_values_and_counters_add_up() -> None:
+def test_gauges_show_the_newest_value_and_counters_add_up() -> None:
     exporter = RunExporter(clock=lambda: 1000.0)
     exporter.step(0, {"eval/greedy/accuracy": 0.25, "eval/math/sampled/accuracy": 0.5, "eval/loss": 2.0})
     exporter.step(1, {**TRAINED, "rollout/reward_mean": 0.1, "time/train_s": 2.0, "time/step_s": 3.0})
@@ -107,7 +107,7 @@ def test_gauges_are_the_newest_values_and_counters_add_up() -> None:
     assert values[("invrl_kl_reference",)] == 0.2
 
 
-def test_what_is_not_finite_is_shown_as_nan_and_does_not_spoil_a_sum() -> None:
+def test_nonfinite_value_is_shown_as_nan_and_not_added() -> None:
     exporter = RunExporter()
     exporter.step(1, {"train/loss": math.inf, "train/tokens": math.nan, "time/train_s": math.nan})
     exporter.step(2, {"train/tokens": 7.0})
@@ -137,7 +137,7 @@ def some_update() -> WeightUpdate:
     )
 
 
-def test_every_value_of_a_step_is_that_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_exported_step_values_equal_metrics_jsonl(tmp_path: Path) -> None:
     """The families that a step feeds, from the functions that measure it, through both sinks."""
     taken = some_batch()
     values = {
@@ -165,7 +165,7 @@ def test_every_value_of_a_step_is_that_of_metrics_jsonl(tmp_path: Path) -> None:
     assert phases == {"rollout", "train", "sync"}, "tokens per second are no phase"
 
 
-def test_a_later_incarnation_goes_on_with_gauges_and_begins_its_counters_anew() -> None:
+def test_later_incarnation_keeps_gauges_and_restarts_counters() -> None:
     exporter = RunExporter()
     exporter.recall(
         [{"step": 4, "time": 50.0, "rollout/reward_mean": 0.7, "train/tokens": 9.0, "train/loss": None}]
@@ -178,7 +178,7 @@ def test_a_later_incarnation_goes_on_with_gauges_and_begins_its_counters_anew() 
     assert ("invrl_trained_tokens_total",) not in values
 
 
-def test_the_phase_is_one_and_keeps_when_it_began() -> None:
+def test_exactly_one_phase_is_exported_with_its_start() -> None:
     now = [10.0]
     exporter = RunExporter(clock=lambda: now[0])
     exporter.phase("rollout", 1)
@@ -191,7 +191,7 @@ def test_the_phase_is_one_and_keeps_when_it_began() -> None:
     assert [key for key in values if key[0] == "invrl_phase"] == [("invrl_phase", "train")]
 
 
-def test_a_part_that_fails_is_named_and_the_others_are_shown() -> None:
+def test_failing_part_is_named_and_other_parts_are_exported() -> None:
     exporter = RunExporter()
 
     def fails() -> Mapping[str, Mapping[tuple[str, ...], float | Histogram]]:
@@ -206,7 +206,7 @@ def test_a_part_that_fails_is_named_and_the_others_are_shown() -> None:
     assert ("invrl_source_up", "gateway") not in values_of(exporter)
 
 
-def test_steps_and_scrapes_may_come_at_the_same_time() -> None:
+def test_steps_and_scrapes_may_be_concurrent() -> None:
     exporter = RunExporter()
     errors: list[Exception] = []
 
@@ -233,7 +233,7 @@ def counts(trained: int, failed: Mapping[str, int], in_flight: int = 0) -> Buffe
     return BufferCounts(states=states, failed=failed, dropped={"filtered/dull": 3})
 
 
-def test_the_buffer_counts_from_the_beginning_of_the_incarnation() -> None:
+def test_buffer_counters_start_with_the_incarnation() -> None:
     fresh = sources.BufferNumbers(resumed=False)
     assert fresh.numbers() == {}
     fresh.update(counts(8, {"timeout": 1}, in_flight=4))
@@ -255,7 +255,7 @@ def test_the_buffer_counts_from_the_beginning_of_the_incarnation() -> None:
     assert numbers["invrl_rollouts_failed"][("timeout",)] == 2
 
 
-def test_the_fleet_shows_which_engines_are_there() -> None:
+def test_exporter_shows_living_and_lost_engines() -> None:
     state = FleetState(
         alive={"engine-1": "http://x"}, lost=("engine-0",), restarts={"engine-0": 2}, router_metrics_url=""
     )
@@ -276,7 +276,7 @@ WORKER = {
 }
 
 
-def test_the_gateway_keeps_its_workers_apart() -> None:
+def test_gateway_metrics_are_exported_per_worker() -> None:
     answer = {"sessions": {"open": 3, "finished": 9}, "workers": {"0": WORKER, "1": {**WORKER, "starts": 1}}}
     exporter = RunExporter()
     exporter.attach({"gateway": lambda: sources.gateway_numbers(answer)})
@@ -292,7 +292,7 @@ def test_the_gateway_keeps_its_workers_apart() -> None:
     assert values[("invrl_gateway_worker_starts_total", "0")] == 2
 
 
-def test_disk_and_checkpoint_are_those_of_the_folder(tmp_path: Path) -> None:
+def test_exported_disk_and_checkpoint_are_those_of_the_run_folder(tmp_path: Path) -> None:
     folder = RunFolder(path=tmp_path)
     exporter = RunExporter()
     exporter.attach({"disk": lambda: sources.disk_numbers(folder)})
@@ -302,7 +302,7 @@ def test_disk_and_checkpoint_are_those_of_the_folder(tmp_path: Path) -> None:
     assert sources.checkpoint_numbers(folder) == {}
 
 
-def test_no_label_is_missing_in_a_scrape() -> None:
+def test_every_series_has_all_labels_of_its_family() -> None:
     """A family's labels are those that its series have."""
     exporter = RunExporter({"invrl_run_info": {("r", "train", "0"): 1.0}})
     exporter.step(1, {"time/train_s": 1.0, "sync/load_s": 1.0, "eval/greedy/accuracy": 1.0})

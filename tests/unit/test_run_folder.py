@@ -8,22 +8,16 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_config import config
 
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, load_resolved, resolve
+from invrl.run.config import Source, load_resolved, resolve
 from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
 
 
-def config(root: Path, name: str = "", **train: Any) -> Config:
-    return resolve(
-        Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
-    )
-
-
-def test_holds_the_resolved_configuration_and_its_places(tmp_path: Path) -> None:
+def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(tmp_path: Path) -> None:
     wanted = config(tmp_path, "first")
     folder = make_run_folder(wanted)
     assert folder.path == tmp_path / "first"
@@ -32,12 +26,12 @@ def test_holds_the_resolved_configuration_and_its_places(tmp_path: Path) -> None
         assert path.is_dir()
 
 
-def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_get_different_folders(tmp_path: Path) -> None:
     folders = [make_run_folder(config(tmp_path)) for _ in range(3)]
     assert len({folder.path for folder in folders}) == 3
 
 
-def test_the_same_configuration_reopens_and_another_is_refused(tmp_path: Path) -> None:
+def test_same_configuration_reopens_a_run_folder_and_another_is_refused(tmp_path: Path) -> None:
     first = make_run_folder(config(tmp_path, "r", lr=0.5))
     first.metrics_path.write_text("kept")
     assert make_run_folder(config(tmp_path, "r", lr=0.5)) == first
@@ -47,7 +41,7 @@ def test_the_same_configuration_reopens_and_another_is_refused(tmp_path: Path) -
     assert load_resolved(first.config_path).train.lr == 0.5
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     with pytest.raises(ConfigError, match="not a run folder"):
@@ -55,18 +49,18 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "/abs"])
-def test_a_run_name_is_no_path(name: str, tmp_path: Path) -> None:
+def test_run_name_that_is_a_path_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a path"):
         make_run_folder(config(tmp_path, name))
 
 
-def test_an_unusable_root_is_a_config_error(tmp_path: Path) -> None:
+def test_unusable_run_root_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         make_run_folder(config(tmp_path / "file" / "runs"))
 
 
-def test_a_setting_that_is_newer_than_the_folder_had_its_default(tmp_path: Path) -> None:
+def test_setting_newer_than_the_folder_counts_as_its_default(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "first"))
     older = [line for line in folder.config_path.read_text().splitlines() if not line.startswith("clip_grad")]
     folder.config_path.write_text("\n".join(older))
@@ -76,7 +70,7 @@ def test_a_setting_that_is_newer_than_the_folder_had_its_default(tmp_path: Path)
         make_run_folder(config(tmp_path, "first", clip_grad=0.5))
 
 
-def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
+def test_settings_that_change_no_result_may_differ_on_resume(tmp_path: Path) -> None:
     make_run_folder(config(tmp_path, "first"))
     longer = resolve(
         Source(
@@ -99,7 +93,7 @@ def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
     ],
     ids=["layout", "stages", "experts", "memory"],
 )
-def test_a_run_may_go_on_with_other_ranks_and_less_memory(tmp_path: Path, train: dict[str, object]) -> None:
+def test_run_may_resume_with_other_ranks_and_less_memory(tmp_path: Path, train: dict[str, object]) -> None:
     make_run_folder(config(tmp_path, "first"))
     make_run_folder(config(tmp_path, "first", **train))
 
@@ -124,7 +118,7 @@ def another_process_holds(path: Path, command: str) -> Iterator[subprocess.Popen
         process.wait(60)
 
 
-def test_who_holds_a_folder_is_named_and_what_is_in_it_stays(tmp_path: Path) -> None:
+def test_holder_of_a_run_folder_is_named_and_its_files_are_unchanged(tmp_path: Path) -> None:
     wanted = config(tmp_path, "r")
     folder = make_run_folder(wanted)
     check_run_folder(wanted)
@@ -145,7 +139,7 @@ def test_who_holds_a_folder_is_named_and_what_is_in_it_stays(tmp_path: Path) -> 
     check_run_folder(wanted)
 
 
-def test_a_folder_that_another_process_has_just_begun_is_held_by_it(tmp_path: Path) -> None:
+def test_folder_just_created_by_another_process_is_held_by_its_creator(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     with another_process_holds(tmp_path / "new", "train") as holder:
         named = f"process {holder.pid} "

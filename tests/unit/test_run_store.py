@@ -113,8 +113,9 @@ def same(left: Turn, right: Turn) -> bool:
     )
 
 
-def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"hash-a", 1.0)])
     for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
         writer.add_turn(made, b"[]")
@@ -130,8 +131,9 @@ def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
     writer.close()
 
 
-def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+def test_outcomes_leave_the_outbox_in_order_and_once(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions(
         [stored_session(name, name.encode(), 1.0, index) for index, name in enumerate("abc")]
     )
@@ -151,9 +153,10 @@ def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_pa
     writer.close()
 
 
-def test_closing_is_one_transaction(tmp_path: Path):
+def test_closing_a_session_is_one_transaction(tmp_path: Path):
     """The state must not change when the outbox row cannot be written."""
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"a", 1.0)]).result(60)
     writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
@@ -164,8 +167,9 @@ def test_closing_is_one_transaction(tmp_path: Path):
     writer.close()
 
 
-def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+def test_failed_write_does_not_fail_other_writes(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")  # so that all writes below are one batch
     futures = [writer.add_turn(turn(name), b"[]") for name in ("1", "2", "2", "3")]
@@ -178,8 +182,9 @@ def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path):
     writer.close()
 
 
-def test_commits_are_made_at_once_and_behind_what_waits(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     assert writer.add_turn(turn("1"), b"[]").done()
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -192,10 +197,11 @@ def test_commits_are_made_at_once_and_behind_what_waits(tmp_path: Path):
     writer.close()
 
 
-def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_write_ahead_log_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
     monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)  # once, when nothing more is written
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     for number in range(200):
         writer.add_turn(turn(str(number)), b" " * 10_000)
     writer.close()
@@ -203,10 +209,11 @@ def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pyt
     assert [t.id for t in reader.turns("a")] == [str(number) for number in range(200)]
 
 
-def test_a_reader_that_stays_holds_no_writer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_reader_does_not_block_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 10)
     monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 50)
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), sqlite3.connect(tmp_path / "run.db")
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = sqlite3.connect(tmp_path / "run.db")
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
     for number in range(100):
@@ -216,9 +223,7 @@ def test_a_reader_that_stays_holds_no_writer_up(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("heartbeat_timeout_s", [0.5, 30.0, 600.0])
-def test_a_writer_waits_for_longer_than_a_stopped_process_may_live(
-    tmp_path: Path, heartbeat_timeout_s: float
-):
+def test_writer_waits_longer_than_a_stopped_process_may_live(tmp_path: Path, heartbeat_timeout_s: float):
     """Stopped within a commit, it holds the store until its silence has killed it."""
     path = tmp_path / "run.db"
     options = {"heartbeat_timeout_s": heartbeat_timeout_s}
@@ -237,8 +242,9 @@ def test_a_writer_waits_for_longer_than_a_stopped_process_may_live(
     )
 
 
-def test_who_is_cancelled_takes_no_commit_back(tmp_path: Path):
-    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+def test_cancelled_waiter_does_not_undo_its_commit(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    reader = RunStore(tmp_path / "run.db")
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     cancelled = writer.add_turn(turn("1"), b"[]")
@@ -250,8 +256,9 @@ def test_who_is_cancelled_takes_no_commit_back(tmp_path: Path):
     writer.close()
 
 
-def test_what_no_database_can_hold_fails_alone(tmp_path: Path):
-    writer, other = RunStoreWriter(tmp_path / "run.db"), RunStoreWriter(tmp_path / "run.db")
+def test_unstorable_turn_fails_alone(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    other = RunStoreWriter(tmp_path / "run.db")
     with pytest.raises(UnicodeEncodeError):
         writer.add_turn(turn("\ud800"), b"[]").result(60)
     assert other.add_turn(turn("1"), b"[]").done()  # nothing holds the database
@@ -260,7 +267,7 @@ def test_what_no_database_can_hold_fails_alone(tmp_path: Path):
     other.close()
 
 
-def test_keys_are_not_in_the_file(tmp_path: Path):
+def test_store_file_contains_no_session_keys(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"hash", 1.0)]).result(60)
     writer.close()
@@ -271,7 +278,7 @@ def test_keys_are_not_in_the_file(tmp_path: Path):
     assert stored.session == replace(session("a"), key="", base_url="")
 
 
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
+def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
     program = textwrap.dedent(
         """
         import sys
@@ -304,7 +311,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
     writer.close()
 
 
-def test_branches_of_a_forest():
+def test_branches_of_a_forest_are_its_root_to_leaf_paths():
     turns = [turn("1"), turn("2", parent="1"), turn("3"), turn("4", parent="2"), turn("5", parent="1")]
     paths = [[t.id for t in trajectory.turns] for trajectory in branches(turns)]
     assert paths == [["3"], ["1", "2", "4"], ["1", "5"]]
@@ -329,7 +336,7 @@ def test_equal_tools_are_stored_once(tmp_path: Path):
     assert pages * size < 6 * 50_000  # 60 times would be 3 MB
 
 
-def test_a_store_that_holds_tools_in_its_turns_is_refused(tmp_path: Path):
+def test_store_of_the_old_format_with_tools_in_turns_is_refused(tmp_path: Path):
     """Such stores are from before the schema had a version."""
     path = tmp_path / "run.db"
     writer = RunStoreWriter(path)

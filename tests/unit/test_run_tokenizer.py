@@ -42,7 +42,9 @@ async def test_evaluations_and_servers_keep_their_tokenizer(
     assert kept == (tmp_path / "tiny" / "tokenizer.json").read_bytes()
 
 
-def test_a_copy_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_copy_of_the_tokenizer_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = configured(tmp_path / "runs", make_tiny_model(tmp_path / "tiny"))
     folder = make_run_folder(config)
     folder.tokenizer_path.write_text("a file in its place")

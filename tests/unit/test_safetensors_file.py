@@ -40,18 +40,19 @@ def write(path: Path, given: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.usefixtures("ordinary_umask")
-def test_it_is_read_back_bit_for_bit_and_by_whoever_may(tmp_path: Path) -> None:
+def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, tensors())
     found = load_file(path)
     assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
         assert torch.equal(found[name], tensor)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_it_has_the_header_of_the_reference_implementation(tmp_path: Path) -> None:
+def test_safetensors_header_equals_the_reference_implementations(tmp_path: Path) -> None:
     """Its writer orders tensors by dtype and name; here they come in that order."""
     given = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
     write(tmp_path / "ours", given)
@@ -59,7 +60,7 @@ def test_it_has_the_header_of_the_reference_implementation(tmp_path: Path) -> No
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_other_tensors_than_those_of_the_layout_are_refused(tmp_path: Path) -> None:
+def test_tensors_outside_of_the_layout_are_refused(tmp_path: Path) -> None:
     layout = tuple(spec_of(name, tensor) for name, tensor in tensors().items())
     swapped = reversed(tensors().items())
     with pytest.raises(TrainError, match="the layout has"):

@@ -20,7 +20,7 @@ from invrl.viewer.said_words import SaidWriter, turn_words, words_of
         ("", ""),
     ],
 )
-def test_words_are_lower_case_and_without_accents(text: str, words: str) -> None:
+def test_search_words_are_lower_case_and_without_accents(text: str, words: str) -> None:
     assert words_of(text) == words
 
 
@@ -30,11 +30,11 @@ def turn(reply: str) -> dict[str, Any]:
     return {"messages": [asked], "reply": {"content": reply, "reasoning": "hm", "tool_calls": [call]}}
 
 
-def test_a_turn_has_what_was_asked_thought_said_and_called() -> None:
+def test_search_words_of_a_turn_cover_prompt_thinking_reply_and_calls() -> None:
     assert turn_words(turn("Four.")) == " what hm four add a 1 "
 
 
-def test_files_end_when_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_files_are_split_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(said_words, "_FILE_CHARACTERS", 60)
     written: dict[str, Any] = {}
     writer = SaidWriter(written.__setitem__, "said")

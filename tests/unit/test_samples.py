@@ -34,7 +34,7 @@ def refused(run: RecordedRun, capsys: pytest.CaptureFixture[str], *flags: str) -
     return capsys.readouterr().err
 
 
-def test_the_last_step_is_shown_with_prompt_reply_reward_and_what_else_is_known(
+def test_samples_show_the_last_step_with_prompt_reply_and_reward(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "old news", 0.0, step=1)
@@ -52,7 +52,7 @@ def test_the_last_step_is_shown_with_prompt_reply_reward_and_what_else_is_known(
     assert "(the prompt above)\n> model [length: cut]: 5\n" in out
 
 
-def test_a_run_that_goes_on_is_shown_too_and_nothing_of_it_is_changed(
+def test_samples_of_a_live_run_do_not_change_its_folder(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "2", 1.0, step=None)  # finished, its group is not complete
@@ -86,7 +86,7 @@ def _open_session() -> Session:
     )
 
 
-def test_worst_and_best_go_by_reward_and_take_one_of_each_task_first(
+def test_worst_and_best_samples_are_by_reward_with_one_per_task_first(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index in range(3):
@@ -120,7 +120,7 @@ def test_a_held_out_task_that_changed_is_shown_before_and_after(
     assert rows[0]["after"]["turns"][0]["reply"]["content"] == "8"
 
 
-def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_if_that_was_dropped(
+def test_change_of_a_training_task_is_from_its_first_to_its_last_group_even_if_dropped(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index in range(2):
@@ -135,9 +135,7 @@ def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_i
     assert "task once" not in out
 
 
-def test_a_task_that_comes_back_in_a_later_epoch_is_the_same_task(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_task_of_a_later_epoch_is_the_same_task(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.add("10", "no idea", 0.0, step=1, group="g0")
     run.add("10@1", "even", 1.0, step=2, group="g5", version=1)
     run.add("me@1", "a name with a number", 0.0, step=2, group="g6", version=1)
@@ -149,7 +147,7 @@ def test_a_task_that_comes_back_in_a_later_epoch_is_the_same_task(
     assert "a name with a number" in shown(run, capsys, "--task", "me@1")
 
 
-def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
+def test_untrained_rollouts_are_counted_and_shown_on_request(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("a", "trained one", 0.5)
@@ -160,7 +158,9 @@ def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
     assert "dropped: zero_variance" in out
 
 
-def test_failures_are_shown_with_what_they_say(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_samples_are_shown_with_their_message(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.add("a", "fine", 0.5)
     run.add(
         "b",
@@ -194,7 +194,7 @@ def test_control_characters_of_the_model_never_reach_the_terminal(
     assert {c for c in shown(run, capsys, "--json") if not c.isprintable()} <= {"\n"}
 
 
-def test_long_texts_are_trimmed_in_their_middle_unless_all_is_wanted(
+def test_long_texts_are_trimmed_in_the_middle_unless_full_text_is_requested(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "begin " + "x" * 50_000 + " end"
@@ -207,7 +207,7 @@ def test_long_texts_are_trimmed_in_their_middle_unless_all_is_wanted(
     assert text in shown(run, capsys, "--full")
 
 
-def test_json_has_every_fact_and_every_word(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_of_samples_is_complete(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     text = "y" * 10_000
     name = run.add("a", ["one", text], 0.5, ending="length")
     (row,) = json.loads(shown(run, capsys, "--json"))
@@ -218,7 +218,7 @@ def test_json_has_every_fact_and_every_word(run: RecordedRun, capsys: pytest.Cap
     assert row["turns"][0]["prompt"][0]["content"] == "What is a?"
 
 
-def test_an_unknown_step_or_task_is_told_what_there_is(
+def test_unknown_step_or_task_is_refused_with_the_existing_ones(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -245,30 +245,32 @@ def test_an_unknown_step_or_task_is_told_what_there_is(
         (("--changed",), "--eval-tasks measures held-out tasks before and after"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_senseless_flags_of_samples_are_refused(
     run: RecordedRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
 ) -> None:
     run.add("a", "x", 0.5)
     assert told in refused(run, capsys, *flags)
 
 
-def test_a_run_in_which_nothing_has_ended_says_so(
+def test_samples_of_a_run_without_finished_rollouts_print_a_message(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no rollout of this run has ended yet" in refused(run, capsys)
 
 
-def test_what_a_lost_incarnation_trained_is_not_of_the_step(run: RecordedRun) -> None:
+def test_rollouts_trained_by_a_lost_incarnation_are_not_shown(run: RecordedRun) -> None:
     run.add("a", "lost", 0.0, step=1, group="g0")
     run.ledger.begin(parent=1, step=0, sequence=0)
     run.sequence = 100
     again = run.add("a", "again", 1.0, step=1, group="g0")
     first, second = read_samples(run.folder.store_path, {})
     assert (first.state, first.step) == ("lost", None)
-    assert (second.identity.session_id, second.state, second.step) == (again, "trained", 1)
+    assert second.identity.session_id == again
+    assert second.state == "trained"
+    assert second.step == 1
 
 
-def test_a_failure_that_counts_has_the_reward_of_the_run(run: RecordedRun) -> None:
+def test_failed_rollout_that_counts_is_shown_with_its_assigned_reward(run: RecordedRun) -> None:
     run.add("a", "x", 0.5)
     with_partial = FailedRollout(
         session_id="ses-late",
@@ -284,20 +286,20 @@ def test_a_failure_that_counts_has_the_reward_of_the_run(run: RecordedRun) -> No
     run.writer.open_sessions([record]).result(60)
     run.writer.close_session("ses-open", "aborted", with_partial, hand_over=True).result(60)
     rules = {FailureReason.TIMEOUT: -1.0}
-    assert [one.reward for one in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]
-    assert [one.reward for one in read_samples(run.folder.store_path, {})] == [0.5, None]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, {})] == [0.5, None]
 
 
-def test_spread_is_even_and_keeps_both_ends(run: RecordedRun) -> None:
+def test_spread_samples_are_even_and_keep_both_ends(run: RecordedRun) -> None:
     for index in range(10):
         run.add("a", "x", 0.0, index=index)
     samples = read_samples(run.folder.store_path, {})
-    assert [one.identity.index for one in spread(samples, 4)] == [0, 3, 6, 9]
-    assert [one.identity.index for one in spread(samples, 1)] == [0]
+    assert [sample.identity.index for sample in spread(samples, 4)] == [0, 3, 6, 9]
+    assert [sample.identity.index for sample in spread(samples, 1)] == [0]
     assert len(spread(samples, 0)) == len(spread(samples, 99)) == 10
 
 
-def test_likeness_is_1_for_equal_texts_alone() -> None:
+def test_likeness_is_1_only_for_equal_texts() -> None:
     assert likeness("", "") == 1.0
     assert likeness("x" * 9_000, "x" * 9_000) == 1.0
     assert likeness("x" * 9_000, "x" * 9_001) < 1.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from test_gateway_turns import ASK, MORE, model, renderer, running  # noqa: F401
+from running_gateway import ASK, MORE, running
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns.sampling import sampling_seed
@@ -21,8 +21,9 @@ SESSION = Session(
 PROMPT = bytes(range(16))
 
 
-def test_noise_is_of_seed_and_position_alone_and_uniform() -> None:
-    seeds, positions = [0, 0, 2**64 - 1, 2**31], [0, 1, 0, 2**31 - 1]
+def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
+    seeds = [0, 0, 2**64 - 1, 2**31]
+    positions = [0, 1, 0, 2**31 - 1]
     columns = torch.arange(50_000)
 
     def noise(rows: list[int]) -> torch.Tensor:
@@ -41,7 +42,7 @@ def test_noise_is_of_seed_and_position_alone_and_uniform() -> None:
     assert (shares < 0.001).sum(1).sub(50).abs().max() < 6 * 50**0.5
 
 
-def test_a_seed_is_of_the_place_alone() -> None:
+def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     seed = sampling_seed(0, SESSION, PROMPT, 1)
     assert seed == 1584714016  # pinned: a run that is resumed by a later version must go on as it began
     assert sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1) == seed
@@ -65,8 +66,8 @@ def test_a_seed_is_of_the_place_alone() -> None:
 
 async def test_the_gateway_sends_a_seed_with_each_generation(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ) -> None:
     async with running(tmp_path, model, renderer, sampling_seed=5) as gateway:
         # One answer to all, so that the prompts of the second turns are equal too.
@@ -74,7 +75,8 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
 
         async def seeds(session: Session, *, seed: int | None = None) -> list[int]:
             """Of a question, the next turn, the question anew (a fresh conversation)."""
-            before, client = len(gateway.engine.requests), gateway.client(session)
+            before = len(gateway.engine.requests)
+            client = gateway.client(session)
             extra = {} if seed is None else {"seed": seed}
             first = await client.chat.completions.create(model="tiny", messages=[ASK], **extra)
             reply = {"role": "assistant", "content": first.choices[0].message.content}

@@ -31,26 +31,26 @@ def due_steps(schedule: SaveSchedule, clock: Clock, *, steps: int, step_s: float
     return due
 
 
-def test_steps_decide_where_they_are_given() -> None:
+def test_save_interval_in_steps_takes_precedence() -> None:
     clock = Clock()
     schedule = SaveSchedule(steps=4, seconds=1.0, clock=clock)
     assert due_steps(schedule, clock, steps=9, step_s=100.0, save_s=50.0) == [4, 8]
 
 
-def test_else_the_seconds_since_the_last_save_do() -> None:
+def test_save_is_due_by_the_seconds_since_the_last_save() -> None:
     clock = Clock()
     schedule = SaveSchedule(seconds=300.0, clock=clock)
     assert due_steps(schedule, clock, steps=10, step_s=100.0, save_s=1.0) == [3, 6, 9]
 
 
-def test_a_step_longer_than_the_interval_is_saved_each_time() -> None:
+def test_steps_longer_than_the_interval_are_all_saved() -> None:
     clock = Clock()
     schedule = SaveSchedule(seconds=300.0, clock=clock)
     assert due_steps(schedule, clock, steps=3, step_s=900.0, save_s=1.0) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("save_s", [30.0, 200.0])
-def test_saves_take_at_most_a_twentieth_of_the_time(save_s: float) -> None:
+def test_saving_takes_at_most_a_twentieth_of_the_time(save_s: float) -> None:
     clock = Clock()
     schedule = SaveSchedule(seconds=300.0, clock=clock)
     due = due_steps(schedule, clock, steps=1000, step_s=10.0, save_s=save_s)
@@ -60,6 +60,6 @@ def test_saves_take_at_most_a_twentieth_of_the_time(save_s: float) -> None:
 
 
 @pytest.mark.parametrize("schedule", [SaveSchedule(), SaveSchedule(seconds=0.0, clock=Clock())])
-def test_none_is_due_where_neither_is_given(schedule: SaveSchedule) -> None:
+def test_no_save_is_due_without_a_schedule(schedule: SaveSchedule) -> None:
     schedule.begin()
     assert not any(schedule.is_due(step) for step in range(1, 100))

@@ -9,54 +9,15 @@ from typing import Any, cast
 
 import pytest
 from crash_at import CrashAt
+from folder_trainer import NO_MODEL, FolderTrainer, names, trainer
 
 from invrl.errors import ConfigError, TrainError
-from invrl.file_entry import FileEntries
-from invrl.interfaces import Trainer
 from invrl.run.checkpoint import check_served, first_checkpoint
 from invrl.run.checkpoints import Checkpoints
-from invrl.store.checksummed_file import ChecksummedFile
 from invrl.store.manifest import check_manifest
 
-NO_MODEL = Path("/nowhere")
-"""Nothing is compared with it: the saved folders have no config.json."""
 
-
-class FolderTrainer:
-    """Writes what it is asked to; `fails_in` names the call that leaves half and raises."""
-
-    def __init__(self, weights: str = "weights", *, fails_in: str = "") -> None:
-        self._weights = weights
-        self._fails_in = fails_in
-        self.calls: list[str] = []
-
-    async def export_hugging_face(self, path: str) -> FileEntries:
-        Path(path).mkdir()
-        return self._write("export_hugging_face", Path(path) / "model.safetensors")
-
-    async def save_checkpoint(self, path: str) -> FileEntries:
-        Path(path).mkdir()
-        return self._write("save_checkpoint", Path(path) / "state")
-
-    def _write(self, call: str, file: Path) -> FileEntries:
-        self.calls.append(call)
-        if call == self._fails_in:
-            file.write_text(self._weights[:3])
-            raise TrainError("no memory is left")
-        with ChecksummedFile(file) as opened:
-            opened.write(self._weights.encode())
-        return {file.name: opened.entry()}
-
-
-def trainer(weights: str = "weights", *, fails_in: str = "") -> Trainer:
-    return cast(Any, FolderTrainer(weights, fails_in=fails_in))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-async def test_a_death_in_the_optimizers_state_leaves_the_model(tmp_path: Path) -> None:
+async def test_failure_while_saving_the_optimizer_leaves_the_saved_model(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TrainError):
         await checkpoints.save(trainer(fails_in="save_checkpoint"), 7, b"the buffer")
@@ -72,7 +33,7 @@ async def test_a_death_in_the_optimizers_state_leaves_the_model(tmp_path: Path) 
         first_checkpoint(str(model))
 
 
-async def test_half_a_model_is_none(tmp_path: Path) -> None:
+async def test_partial_model_does_not_count(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TrainError):
         await checkpoints.save(trainer(fails_in="export_hugging_face"), 7)
@@ -81,7 +42,7 @@ async def test_half_a_model_is_none(tmp_path: Path) -> None:
     assert names(tmp_path) == ["model-000008"]
 
 
-async def test_a_whole_checkpoint_takes_the_model_over(tmp_path: Path) -> None:
+async def test_finished_checkpoint_takes_over_the_saved_model(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     await checkpoints.save_model(trainer("older"), 3)
     saved = await checkpoints.save(trainer(), 7, b"the buffer")
@@ -104,7 +65,7 @@ async def test_files_are_copied_where_the_file_system_has_no_links(
     assert (saved.hugging_face / "model.safetensors").read_text() == "weights"
 
 
-async def test_a_model_that_came_further_than_the_checkpoint_stays_until_it_is_passed(tmp_path: Path) -> None:
+async def test_model_newer_than_the_last_checkpoint_is_kept_until_passed(tmp_path: Path) -> None:
     """An incarnation saved its weights at step 7 and ended; the next one went on from step 4."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     await checkpoints.save(trainer("four"), 4)
@@ -155,13 +116,13 @@ async def test_a_damaged_model_is_not_served(tmp_path: Path) -> None:
         check_served(model)
 
 
-def test_a_manifest_of_somebody_elses_says_nothing(tmp_path: Path) -> None:
+def test_foreign_manifest_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "downloaded").mkdir()
     (tmp_path / "downloaded" / "manifest.json").write_text("[]")
     check_served(tmp_path / "downloaded")
 
 
-async def test_the_model_is_written_first(tmp_path: Path) -> None:
+async def test_model_is_written_before_the_checkpoint(tmp_path: Path) -> None:
     writes = FolderTrainer()
     await Checkpoints(tmp_path).save(cast(Any, writes), 1)
     assert writes.calls == ["export_hugging_face", "save_checkpoint"]

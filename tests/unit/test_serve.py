@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_gateway_turns import ASK, model, renderer, running  # noqa: F401
+from running_gateway import ASK, running
 from tiny_model import make_tiny_model
 
 from invrl.engines.sglang_client import EngineLimits
@@ -20,7 +20,7 @@ def source(tables: dict[str, Any]) -> Source:
     return Source(name="test", tables=tables)
 
 
-def test_answers_are_as_long_as_the_context_unless_bounded(tmp_path: Path):
+def test_served_replies_are_limited_by_the_context_unless_set(tmp_path: Path):
     model_path = make_tiny_model(tmp_path / "tiny")
     folder = {"model": {"model_path": str(model_path)}}
     engine = {"engine": {"engine_max_total_tokens": 900}}
@@ -33,10 +33,10 @@ def test_answers_are_as_long_as_the_context_unless_bounded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("sampling", [None, {"temperature": 0.5}])
-async def test_an_answer_without_a_limit_ends_with_the_context(
+async def test_served_reply_without_a_limit_ends_with_the_context(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
     sampling: dict[str, float] | None,
 ):
     async with running(tmp_path, model, renderer, max_new_tokens=9000, context_length=900) as gateway:
@@ -49,8 +49,8 @@ async def test_an_answer_without_a_limit_ends_with_the_context(
 
 async def test_tools_without_a_template_for_them_name_the_flag(
     tmp_path: Path,
-    model: Path,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model: Path,
+    renderer: Renderer,
 ):
     async with running(tmp_path, model, renderer) as gateway:  # no parser: as for a template without tools
         [session] = await gateway.open()

@@ -57,13 +57,13 @@ def scrape(port: int, path: str = "/metrics") -> str:
         return answer.read().decode()
 
 
-def test_without_a_port_nothing_is_served(folder: RunFolder) -> None:
+def test_no_metrics_are_served_without_a_port(folder: RunFolder) -> None:
     with closing(ServedMetrics(settings(0), folder, "train")) as served:
         assert served.sinks() == []
         assert served.message == ""
 
 
-def test_it_serves_from_the_first_second_until_it_is_closed(
+def test_metrics_are_served_from_the_start_until_closed(
     metrics: ServedMetrics, port: int, folder: RunFolder
 ) -> None:
     assert metrics.message == f"metrics: http://127.0.0.1:{port}/metrics"
@@ -79,7 +79,7 @@ def test_it_serves_from_the_first_second_until_it_is_closed(
         scrape(port)
 
 
-def test_the_next_incarnation_goes_on_from_metrics_jsonl(folder: RunFolder, port: int) -> None:
+def test_metrics_of_the_next_incarnation_continue_from_metrics_jsonl(folder: RunFolder, port: int) -> None:
     sink = JsonlSink(folder.metrics_path)
     sink.step(3, {"train/loss": 0.25, "train/tokens": 10.0})
     sink.close()
@@ -92,7 +92,7 @@ def test_the_next_incarnation_goes_on_from_metrics_jsonl(folder: RunFolder, port
     assert "invrl_trained_tokens_total" not in text
 
 
-def test_a_port_that_was_taken_meanwhile_ends_no_run(folder: RunFolder) -> None:
+def test_taken_metrics_port_does_not_end_the_run(folder: RunFolder) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with closing(ServedMetrics(settings(port), folder, "train")) as served:
@@ -102,7 +102,7 @@ def test_a_port_that_was_taken_meanwhile_ends_no_run(folder: RunFolder) -> None:
                 pass
 
 
-def test_router_and_engines_are_there_while_they_run(metrics: ServedMetrics, port: int) -> None:
+def test_router_and_engine_metrics_are_served_while_they_run(metrics: ServedMetrics, port: int) -> None:
     gone = free_port()
     state = FleetState(
         alive={"engine-0": f"http://127.0.0.1:{gone}"},
@@ -143,7 +143,7 @@ class Buffer:
         return answer
 
 
-async def test_a_busy_buffer_is_asked_again_and_a_dead_one_not(
+async def test_busy_buffer_is_polled_again_and_a_dead_buffer_is_not(
     metrics: ServedMetrics, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_metrics, "_BUFFER_INTERVAL_S", 0.0)

@@ -27,7 +27,7 @@ time.sleep(3600)
 """
 
 
-def test_a_process_that_sigkill_does_not_end_is_an_error_that_names_it(
+def test_process_that_survives_sigkill_is_an_error_that_names_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that waits for a disk. It used to be a TimeoutExpired, which nobody caught."""
@@ -56,7 +56,7 @@ time.sleep(3600)
 """
 
 
-def test_a_program_that_a_scheduler_starts_is_no_process_of_the_engine(tmp_path: Path) -> None:
+def test_program_started_by_a_scheduler_is_not_an_engine_process(tmp_path: Path) -> None:
     """On a busy machine the start ended with "sglang::scheduler ended" when such a program did."""
     log = tmp_path / "log"
     server = ServerProcess("engine-0", [sys.executable, "-c", SCHEDULER], log=log)
@@ -71,7 +71,7 @@ def test_a_program_that_a_scheduler_starts_is_no_process_of_the_engine(tmp_path:
         server.stop()
 
 
-def test_the_state_of_a_process(tmp_path: Path) -> None:
+def test_process_state_is_running_stopped_or_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = ServerProcess("server", [sys.executable, "-c", WAITS], log=log)
     server.grace_s = 0.1
@@ -107,7 +107,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-def test_an_engine_is_asked_for_its_first_token_whatever_the_number_of_the_socket() -> None:
+def test_first_token_request_works_for_any_socket_number() -> None:
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         http = HTTPConnection("127.0.0.1", server.server_port, timeout=60)

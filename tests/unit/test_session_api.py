@@ -20,8 +20,8 @@ from fakes import random_reply
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 from test_bad_requests import CHUNKED, Upload
-from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags
@@ -38,8 +38,6 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
 from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Session, Task
-
-__all__ = ["model", "renderer"]
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ async def post(gateway: Running, path: str, body: object, key: str = ENV_KEY) ->
 # ------------------------------------------------------------------ keys
 
 
-async def test_two_keys_that_differ_are_a_conflict_wherever_they_stand(gateway: Running):
+async def test_two_different_keys_in_a_request_are_a_conflict(gateway: Running):
     mine, other = await gateway.open(members=2)
     body = {"model": "tiny", "messages": [ASK]}
     for path, headers in (
@@ -86,7 +84,7 @@ async def test_two_keys_that_differ_are_a_conflict_wherever_they_stand(gateway: 
     assert gateway.turns(other) == []
 
 
-async def test_a_thousand_guessed_keys_open_nothing_over_http(gateway: Running):
+async def test_a_thousand_guessed_keys_are_refused_over_http(gateway: Running):
     [session] = await gateway.open()
     keys = [session.key[:-1], session.key + "a", session.key[:-1] + ("a" if session.key[-1] != "a" else "b")]
     keys += ["isk-" + secrets.token_urlsafe(24) for _ in range(1000 - len(keys))]
@@ -113,7 +111,7 @@ async def test_a_thousand_guessed_keys_open_nothing_over_http(gateway: Running):
     assert (await gateway.env(f"/sessions/{session.id}")).json()["reward"] is None
 
 
-async def test_a_key_acts_on_its_own_session_alone_and_not_after_its_end(gateway: Running):
+async def test_session_key_works_only_for_its_own_open_session(gateway: Running):
     mine, other = await gateway.open(members=2)
     for path, body in (("reward", {"reward": 1.0}), ("finish", {}), ("abort", {}), ("children", {})):
         answer = await post(gateway, f"/sessions/{other.id}/{path}", body, key=mine.key)
@@ -132,7 +130,7 @@ async def test_a_key_acts_on_its_own_session_alone_and_not_after_its_end(gateway
 # ------------------------------------------------------------------ opening
 
 
-async def test_the_same_opening_again_gets_the_same_sessions(gateway: Running):
+async def test_repeated_session_opening_returns_the_same_sessions(gateway: Running):
     first = await gateway.open(members=3, request_id="r1")
     assert await gateway.open(members=3, request_id="r1") == first
     at_once = await asyncio.gather(*(gateway.open(members=2, request_id="r2") for _ in range(5)))
@@ -143,7 +141,7 @@ async def test_the_same_opening_again_gets_the_same_sessions(gateway: Running):
     assert (await gateway.env("/metrics")).json()["sessions"] == {"open": 8}
 
 
-async def test_each_limit_has_its_own_name(gateway: Running):
+async def test_each_exceeded_limit_has_its_own_error_code(gateway: Running):
     [session] = await gateway.open(limits={"max_turns": 2})
     first = await chat(gateway, session, max_tokens=3)
     await chat(gateway, session)
@@ -181,7 +179,7 @@ async def test_each_limit_has_its_own_name(gateway: Running):
     assert over.value.code == "session_timeout"
 
 
-async def test_sessions_whose_clients_do_not_read_expire_side_by_side(
+async def test_sessions_with_stalled_clients_expire_concurrently(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
     """Each waits for its client until all of them do: one after the other would wait for ever."""
@@ -204,10 +202,11 @@ async def test_a_retry_of_the_last_permitted_turn_is_answered(gateway: Running):
     assert answers[0] == answers[1]
 
 
-async def test_limits_go_down_and_never_up(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_session_limits_can_only_be_lowered(tmp_path: Path, model: Path, renderer: Renderer):
     async with running(tmp_path, model, renderer, session_max_turns=5, session_max_calls=3) as gateway:
         [session] = await gateway.open(limits={"max_turns": 4})
-        assert (session.limits.max_turns, session.limits.max_concurrent_calls) == (4, 3)
+        assert session.limits.max_turns == 4
+        assert session.limits.max_concurrent_calls == 3
         body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
         for limits in ({"max_turns": 6}, {"timeout_s": 4000}, {"max_concurrent_calls": 4}):
             assert code(await post(gateway, "/sessions", body | {"limits": limits})) == (
@@ -244,11 +243,9 @@ async def test_rewards_of_turns_and_branches_reach_the_rows(gateway: Running):
     assert shown["branch_rewards"][right]["components"] == {"style": 1.0}
     summary = await gateway.finish(session, reward=2.0)
     assert isinstance(summary, RolloutSummary)
-    assert (summary.reward, summary.turn_rewards, summary.branch_rewards) == (
-        2.0,
-        {shared: -1.0},
-        {right: 0.25},
-    )
+    assert summary.reward == 2.0
+    assert summary.turn_rewards == {shared: -1.0}
+    assert summary.branch_rewards == {right: 0.25}
     assert summary.turn_levels == {shared: "main/0", right: "main/1"}
     rows = training_rows(gateway.store.rollout(session.id))
     assert [(row.reward, row.turn_ids) for row in rows] == [(2.0, (shared, left)), (0.25, (shared, right))]
@@ -270,7 +267,8 @@ async def test_a_reward_may_come_after_the_finish_until_its_deadline(
         await chat(gateway, aborted)
         for _ in range(2):
             answer = await post(gateway, f"/sessions/{judged.id}/finish", {})
-            assert (answer.status_code, answer.json()["outcome"]) == (202, "unrewarded")
+            assert answer.status_code == 202
+            assert answer.json()["outcome"] == "unrewarded"
         with pytest.raises(openai.AuthenticationError):
             await chat(gateway, judged)
         assert gateway.store.outbox_after(0) == []
@@ -289,7 +287,7 @@ async def test_a_reward_may_come_after_the_finish_until_its_deadline(
         assert (await post(gateway, f"/sessions/{aborted.id}/abort", {})).json()["reason"] == "aborted"
 
 
-async def test_a_reward_past_its_deadline_is_dropped_with_a_reason(
+async def test_session_past_its_reward_deadline_is_dropped_with_a_reason(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     async with running(tmp_path, model, renderer, reward_deadline_s=0.05) as gateway:
@@ -306,10 +304,11 @@ async def test_a_reward_past_its_deadline_is_dropped_with_a_reason(
 
 
 @pytest.mark.parametrize("policy", ["drop", "accept"])
-async def test_what_becomes_of_a_session_past_its_time(
+async def test_expired_session_ends_according_to_its_state(
     tmp_path: Path, model: Path, renderer: Renderer, policy: str, monkeypatch: pytest.MonkeyPatch
 ):
-    options, later = {"late_reward": policy, "reward_deadline_s": 600.0}, time.time() + 2000
+    options = {"late_reward": policy, "reward_deadline_s": 600.0}
+    later = time.time() + 2000
     async with running(tmp_path, model, renderer, **options) as gateway:
         silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 1000})
         for session in (silent, rewarded):
@@ -376,7 +375,7 @@ async def test_children_train_with_their_parent_under_their_own_rewards(gateway:
         await chat(gateway, default)
 
 
-async def test_aborting_a_parent_aborts_its_children_and_families_are_bounded(gateway: Running):
+async def test_aborting_a_parent_aborts_its_children_and_their_number_is_bounded(gateway: Running):
     [parent] = await gateway.open()
     child = await child_of(gateway, parent)
     for _ in range(63):
@@ -390,13 +389,14 @@ async def test_aborting_a_parent_aborts_its_children_and_families_are_bounded(ga
     assert outcome.session_id == parent.id
 
 
-async def test_a_session_that_ends_before_its_opening_is_answered_leaves_nothing(
+async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever reads the store (the driver, for a group that was dropped) sees a session before the gateway's
     event loop has heard of the commit, and may abort it."""
     told = Future[None]()
-    commit, add = RunStoreWriter.open_sessions, Turns.open
+    commit = RunStoreWriter.open_sessions
+    add = Turns.open
     all_turns: list[Turns] = []
 
     def held(writer: RunStoreWriter, *parts: Any, **options: Any) -> Future[None]:
@@ -425,7 +425,7 @@ async def test_a_session_that_ends_before_its_opening_is_answered_leaves_nothing
 # ------------------------------------------------------------------ freeze, snapshot, build
 
 
-async def test_a_call_in_flight_cannot_change_what_a_finish_hands_over(gateway: Running):
+async def test_call_in_flight_does_not_change_a_finished_rollout(gateway: Running):
     [session] = await gateway.open()
     await chat(gateway, session)
     gateway.engine.holds = lambda count: count > 5
@@ -447,10 +447,12 @@ async def test_a_call_in_flight_cannot_change_what_a_finish_hands_over(gateway: 
     ] == summary.reward
 
 
-async def test_nothing_reaches_a_session_whose_finish_has_begun(
+async def test_session_whose_finish_has_begun_refuses_requests(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, go_on, settle = asyncio.Event(), asyncio.Event(), Conversation.settle
+    begun = asyncio.Event()
+    go_on = asyncio.Event()
+    settle = Conversation.settle
 
     async def held(conversation: Conversation, deadline_s: float) -> None:
         await settle(conversation, deadline_s)
@@ -476,12 +478,11 @@ async def test_nothing_reaches_a_session_whose_finish_has_begun(
     assert await again == summary
 
 
-async def test_a_delivery_after_the_snapshot_does_not_count(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
-):
+async def test_delivery_after_the_finish_does_not_count(gateway: Running, monkeypatch: pytest.MonkeyPatch):
     """The answer's last byte has left, and the finish gets in before it is counted: a settle that does not
     wait stands for a client that takes longer than the settle's deadline."""
-    held, went_on = asyncio.Event(), Turns.deliver
+    held = asyncio.Event()
+    went_on = Turns.deliver
 
     async def settle(conversation: Any, deadline_s: float) -> None:
         conversation.closing = True
@@ -497,17 +498,20 @@ async def test_a_delivery_after_the_snapshot_does_not_count(
     summary = await gateway.finish(session, reward=1.0)
     went_on(*late[0])
     assert isinstance(summary, RolloutSummary)
-    assert (summary.sampled_tokens, summary.delivered_tokens, summary.trained_tokens) == (26, 13, 13)
+    assert summary.sampled_tokens == 26
+    assert summary.delivered_tokens == 13
+    assert summary.trained_tokens == 13
     await gateway.open()  # its commit comes after whatever the late delivery wrote
     rows = training_rows(gateway.store.rollout(session.id))
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == 13
     measured = (await gateway.env("/metrics")).json()
-    assert (measured["delivered_fraction"], measured["trained_fraction"]) == (0.5, 0.5)
+    assert measured["delivered_fraction"] == 0.5
+    assert measured["trained_fraction"] == 0.5
     assert measured["turns"]["delivered_too_late"] == 1
 
 
 @pytest.mark.parametrize("train", [True, False])
-async def test_a_setting_says_whether_auxiliary_roots_train(
+async def test_setting_decides_whether_auxiliary_roots_are_trained(
     tmp_path: Path, model: Path, renderer: Renderer, train: bool
 ):
     async with running(tmp_path, model, renderer, train_auxiliary_roots=train) as gateway:
@@ -521,7 +525,8 @@ async def test_a_setting_says_whether_auxiliary_roots_train(
         assert shown["auxiliary_roots"] == [title]
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.auxiliary_tokens, summary.trained_tokens) == (6, 18 if train else 12)
+        assert summary.auxiliary_tokens == 6
+        assert summary.trained_tokens == (18 if train else 12)
         rows = training_rows(gateway.store.rollout(session.id))
         assert [row.turn_ids for row in rows] == ([(title,)] if train else []) + [tuple(main)]
 
@@ -571,7 +576,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
         store.close()
 
 
-async def test_leasing_needs_the_environment_key_and_a_run_that_leases(gateway: Running):
+async def test_leasing_needs_the_environment_key_and_a_run_with_leases(gateway: Running):
     [session] = await gateway.open()
     assert code(await post(gateway, "/tasks/lease", {}, key=session.key)) == (401, "invalid_api_key")
     assert code(await post(gateway, "/tasks/lease", {})) == (409, "no_leases")
@@ -582,7 +587,7 @@ def lease_of(group_id: str) -> GroupLease:
     return GroupLease(group_id=group_id, task=task, members=(GroupMember(index=0, attempt=0),))
 
 
-async def test_who_opens_a_session_need_not_know_the_model_s_name(gateway: Running):
+async def test_session_opening_returns_the_model_name(gateway: Running):
     """Sessions, children and a retry's answer all carry what a client needs."""
     opening = {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "r"}
     [session] = (await post(gateway, "/sessions", opening)).json()["sessions"]
@@ -598,7 +603,9 @@ async def test_who_opens_a_session_need_not_know_the_model_s_name(gateway: Runni
     assert (await gateway.env(own)).json()["model"] == session["model"] == "tiny"
 
 
-async def test_the_end_of_a_run_is_an_answer(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_lease_request_after_the_end_of_a_run_is_answered_with_the_end(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
     """To who waits for a task, who asks later, and who is in the middle of a rollout."""
     over = threading.Event()
     async with running(tmp_path, model, renderer, leases=True, run_ended=over.is_set) as gateway:
@@ -640,7 +647,7 @@ async def test_the_end_of_a_run_is_an_answer(tmp_path: Path, model: Path, render
         store.close()
 
 
-async def test_the_readme_s_environment_ends_with_the_run(
+async def test_environment_of_the_readme_ends_with_the_run(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
     """Its program as it stands, with an agent that is well once, then raises, then meets the end."""
@@ -676,7 +683,9 @@ async def test_the_readme_s_environment_ends_with_the_run(
     assert isinstance(good, RolloutSummary)
     assert isinstance(bad, FailedRollout)
     assert isinstance(late, FailedRollout)
-    assert (good.reward, bad.reason, late.reason) == (1.0, FailureReason.ABORTED, FailureReason.RUN_ENDED)
+    assert good.reward == 1.0
+    assert bad.reason == FailureReason.ABORTED
+    assert late.reason == FailureReason.RUN_ENDED
     assert "a bug" in bad.detail
 
 
@@ -740,7 +749,7 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway:
         assert operation["security"]
 
 
-async def test_answers_are_of_the_types_that_openapi_shows(gateway: Running):
+async def test_session_api_replies_have_their_openapi_types(gateway: Running):
     good, bad = await gateway.open(members=2)
     await chat(gateway, good)
     turn = gateway.turns(good)[0].id
@@ -769,7 +778,7 @@ NUMBERS = ("numbers", "turn_numbers", "token_numbers")
 FIELDS = ("reward", "turn", "branch", "components", "limits", "members", "task_id", "group_id", "request_id")
 
 
-async def test_fuzzed_bodies_never_fail_inside(gateway: Running):
+async def test_fuzzed_bodies_never_cause_a_500(gateway: Running):
     sessions = await gateway.open(members=2)
     loop = asyncio.get_running_loop()
     verbs = ("reward", "numbers", "finish", "abort", "children")
@@ -799,7 +808,7 @@ async def test_fuzzed_bodies_never_fail_inside(gateway: Running):
     assert 400 in seen
 
 
-async def test_the_run_s_temperature_is_the_one_that_tokens_are_trained_under(
+async def test_tokens_are_trained_under_the_temperature_of_the_run(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> None:
     """From the setting to the engine, the record, the row and the division of the logits."""

@@ -33,7 +33,7 @@ Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {sglang_flags: (sglang_parser, SGLANG_OWNED), router_flags: (router_parser, ROUTER_OWNED)}
 
 
-def test_values_become_flags() -> None:
+def test_sglang_values_become_flags() -> None:
     assert sglang_flags({"max-running-requests": "4", "disable_radix_cache": "true"}) == [
         "--max-running-requests",
         "4",
@@ -53,25 +53,25 @@ def test_values_become_flags() -> None:
         (router_flags, "log-levle", "--router-log-level"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(flags, given: str, nearest: str) -> None:
+def test_unknown_sglang_option_suggests_the_nearest(flags, given: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as raised:
         flags({given: "x"})
     assert nearest in raised.value.fix
 
 
 @pytest.mark.parametrize("value", ["many", "1.5", ""])
-def test_a_value_of_another_type_is_refused(value: str) -> None:
+def test_sglang_value_of_another_type_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="invalid int value"):
         sglang_flags({"max-running-requests": value})
 
 
-def test_a_switch_takes_true_or_false() -> None:
+def test_sglang_switch_takes_true_or_false() -> None:
     with pytest.raises(ConfigError, match="switch"):
         sglang_flags({"disable-radix-cache": "maybe"})
 
 
 @pytest.mark.parametrize("flags", [sglang_flags, router_flags])
-def test_what_invrl_owns_is_refused(flags: Flags) -> None:
+def test_options_set_by_invrl_are_refused(flags: Flags) -> None:
     """Also proves that the names still exist upstream."""
     parser, owned = OF[flags]
     names = {action.dest for action in parser()._actions}
@@ -91,7 +91,7 @@ def meant(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SGLANG_REFUSED)
-def test_what_changes_sampling_or_keeps_kv_is_refused_with_reason_and_fix(name: str) -> None:
+def test_options_that_change_sampling_or_keep_kv_are_refused_with_reason_and_fix(name: str) -> None:
     """Also proves that the names still exist upstream."""
     assert meant(name), f"{name}: nothing upstream is called so"
     for field in meant(name):
@@ -106,7 +106,7 @@ _SAMPLES = re.compile(
 _CACHES = re.compile(r"cache|lmcache|flexkv|hicache|linker|kv_events")
 
 
-def test_every_option_that_looks_like_sampling_or_caching_is_decided() -> None:
+def test_every_sampling_or_caching_option_is_classified() -> None:
     """One that a newer SGLang brings shows here."""
     tables = (SGLANG_OWNED, SGLANG_REFUSED, SGLANG_HARMLESS)
     undecided = [
@@ -119,7 +119,7 @@ def test_every_option_that_looks_like_sampling_or_caching_is_decided() -> None:
 
 
 @pytest.mark.parametrize("name", SGLANG_HARMLESS)
-def test_what_was_found_harmless_exists_and_passes(name: str) -> None:
+def test_options_classified_as_harmless_exist_and_pass(name: str) -> None:
     fields = {field for field in meant(name) if not entry_for(field, SGLANG_REFUSED)}
     assert fields, f"{name}: nothing upstream is called so"
     actions = {action.dest: action for action in sglang_parser()._actions}
@@ -170,11 +170,13 @@ def answer(flags: Flags, name: str, value: str) -> list[str] | ConfigError:
 
 
 @pytest.mark.parametrize("flags", [sglang_flags, router_flags])
-def test_every_option_of_the_installed_package_gets_there_or_is_refused(flags: Flags) -> None:
+def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
     """Each spelling of each option: with a valid value the package's own parser reads it from the command
     line, or the refusal says what to do; with any other value there is an answer of one of these kinds."""
     parser, owned = OF[flags]
-    walked, accepted, refused = 0, 0, 0
+    walked = 0
+    accepted = 0
+    refused = 0
     for action in parser()._actions:
         for spelling in action.option_strings:
             if not spelling.startswith("--") or spelling == "--help":
@@ -221,7 +223,7 @@ def test_every_option_of_the_installed_package_gets_there_or_is_refused(flags: F
         ("mm-process-config", "{", "value: '{'", "a value"),
     ],
 )
-def test_a_value_the_package_would_refuse_is_refused_before(
+def test_value_that_upstream_would_refuse_is_refused_before_the_start(
     name: str, value: str, reason: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -245,7 +247,7 @@ def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:
     }
 
 
-def test_an_engine_that_shares_its_gpu_leaves_a_fifth_unless_the_user_says_otherwise() -> None:
+def test_engine_on_a_shared_gpu_leaves_a_fifth_of_the_memory_by_default() -> None:
     def of_run(options: Mapping[str, object], *, shares_gpu: bool) -> argparse.Namespace:
         flags = flags_of_run(options, in_place=False, record_experts=False, shares_gpu=shares_gpu)
         return sglang_args.sglang_parser().parse_args(flags)
@@ -260,12 +262,12 @@ def test_an_engine_that_shares_its_gpu_leaves_a_fifth_unless_the_user_says_other
         sglang_flags({"enable-memory-saver": True})
 
 
-def test_an_alias_does_not_get_around() -> None:
+def test_alias_of_a_refused_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="sets this itself"):
         sglang_flags({"tensor-parallel-size": "2"})
 
 
-def test_imports_without_torch_or_sglang() -> None:
+def test_sglang_arguments_import_neither_torch_nor_sglang() -> None:
     program = (
         "import sys; import invrl.engines.sglang_args as a; assert a.sglang_flags({}) == [];"
         "assert not {'torch', 'sglang', 'sglang_router'} & set(sys.modules)"
@@ -273,7 +275,7 @@ def test_imports_without_torch_or_sglang() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_no_sglang_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sglang_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
     sglang_args.sglang_parser.cache_clear()
     with pytest.raises(ConfigError, match="cannot be imported"):

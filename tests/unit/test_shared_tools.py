@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-from test_gateway_turns import ASK, Running, running
+from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.chat_template import chat_template_source
@@ -22,7 +22,7 @@ OFFERED = [
 ]
 
 
-def test_equal_tools_become_one_object_for_as_long_as_it_is_used():
+def test_equal_tools_are_one_shared_object_while_in_use():
     shared = SharedTools()
     first = shared.share([Tool(name="a", parameters="{}"), Tool(name="b")])
     again = shared.share([Tool(name="b"), Tool(name="a", parameters="{}"), Tool(name="a")])
@@ -50,7 +50,7 @@ def held(earlier: list[Tool]) -> list[Tool]:
     return [one for one in found if not any(one is other for other in earlier)]
 
 
-async def test_sessions_share_their_tools_and_so_do_restored_ones(tmp_path: Path):
+async def test_sessions_and_restored_sessions_share_their_tools(tmp_path: Path):
     model = make_tiny_model(tmp_path / "tiny")
     template = "chatml-tools"
     parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), template))

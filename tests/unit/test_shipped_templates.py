@@ -31,7 +31,7 @@ def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) 
 
 
 @every_template
-def test_every_conversation_goes_on_exactly(model: Path, name: str):
+def test_shipped_templates_continue_every_conversation_exactly(model: Path, name: str):
     renderer = load_renderer(str(model), 512, chat_template=name)
     findings = list(check_template(renderer))
     assert len(findings) > 20
@@ -39,7 +39,7 @@ def test_every_conversation_goes_on_exactly(model: Path, name: str):
 
 
 @every_template
-def test_a_call_of_a_reply_is_read_as_it_was_made(model: Path, name: str):
+def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
     """What the template shows of a call is what its parser reads, and the other way round."""
     renderer = load_renderer(str(model), 512, chat_template=name)
     parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), name))
@@ -66,6 +66,6 @@ def test_chatml_tools_is_plain_chatml_without_tools(model: Path):
     assert shown(renderer, messages[0], ASK, tools=(TOOL,)).startswith("<|im_start|>system\nBe brief.\n\n")
 
 
-def test_a_name_that_is_no_template_tells_those_there_are(model: Path):
+def test_unknown_template_name_lists_the_shipped_templates(model: Path):
     with pytest.raises(ConfigError, match="chatml-tools"):
         load_renderer(str(model), 512, chat_template="chatml")

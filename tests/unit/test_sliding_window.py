@@ -55,7 +55,7 @@ def seen_by(blocks: list[AttentionBlock], num_tokens: int) -> NDArray[np.bool_]:
     dense=st.sampled_from([0, 256]),
 )
 @settings(deadline=None, max_examples=200)
-def test_a_token_sees_its_own_last_ancestors(
+def test_token_attends_to_its_last_ancestors_within_the_window(
     rows: list[list[int]], window: int, chunk: int, dense: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -69,13 +69,13 @@ def test_a_token_sees_its_own_last_ancestors(
     assert np.array_equal(limited_PP, everything_PP & near_PP)
 
 
-def test_a_window_that_reaches_everything_leaves_the_calls_as_they_are() -> None:
+def test_window_longer_than_every_row_changes_no_attention_call() -> None:
     micro_batch = pack_one([[1, 2, 3, 4, 5], [1, 2, 9, 9]])
     limited = windowed(micro_batch.blocks, micro_batch.positions_P, 4)
     assert [block is same for block, same in zip(limited, micro_batch.blocks, strict=True)] == [True]
 
 
-def test_keys_that_no_query_of_a_call_sees_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_outside_of_every_window_are_left_out_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a long row costs its length times the window, not its length squared."""
     monkeypatch.setattr(sliding_window, "QUERY_CHUNK", 10)
     micro_batch = pack_one([[7] * 101])

@@ -38,9 +38,7 @@ MIXED = (spec("model.a.gate_proj.weight", 5, 4), spec("model.a.up_proj.weight", 
 
 @pytest.mark.parametrize("layout", [DENSE, EXPERTS, MIXED, DENSE + EXPERTS + MIXED])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_byte_belongs_to_two_tensors_and_every_tensor_is_aligned_for_its_dtype(
-    layout: tuple[TensorSpec, ...], seed: int
-) -> None:
+def test_tensors_in_a_slot_do_not_overlap_and_are_aligned(layout: tuple[TensorSpec, ...], seed: int) -> None:
     shuffled = tuple(random.Random(seed).sample(layout, len(layout)))
     found = slot_layout(shuffled)
     ends = {tensor.name: found.offsets[tensor.name] + num_bytes(tensor) for tensor in shuffled}
@@ -53,10 +51,12 @@ def test_no_byte_belongs_to_two_tensors_and_every_tensor_is_aligned_for_its_dtyp
     assert list(found.offsets) == [tensor.name for tensor in shuffled]
 
 
-def test_what_an_engine_fuses_lies_back_to_back_in_its_order() -> None:
+def test_weights_fused_by_an_engine_are_contiguous_in_its_order() -> None:
     at = slot_layout(DENSE).offsets
     q, k, v = (at[f"{LAYER}.self_attn.{name}_proj.weight"] for name in "qkv")
-    assert (q % 64, k - q, v - k) == (0, 9 * 8, 3 * 8)
+    assert q % 64 == 0
+    assert k - q == 9 * 8
+    assert v - k == 3 * 8
     assert at[f"{LAYER}.self_attn.k_proj.bias"] - at[f"{LAYER}.self_attn.q_proj.bias"] == 9 * 2
     at = slot_layout(EXPERTS).offsets
     for expert in range(11):
@@ -68,17 +68,17 @@ def test_what_an_engine_fuses_lies_back_to_back_in_its_order() -> None:
         assert down - at[f"{experts}.0.down_proj.weight"] == expert * 24
 
 
-def test_an_embedding_has_room_for_the_engines_padding() -> None:
+def test_embedding_has_room_for_the_padding_of_the_engine() -> None:
     at = slot_layout(DENSE).offsets
     assert min(start for start in at.values() if start) >= 128 * 8
     assert slot_layout(DENSE[:1]).num_bytes == 128 * 8
 
 
-def test_tensors_of_two_dtypes_are_not_in_one_parameter() -> None:
+def test_tensors_of_different_dtypes_do_not_share_a_parameter() -> None:
     at = slot_layout(MIXED).offsets
     assert at["model.a.up_proj.weight"] == 64
 
 
-def test_a_name_twice_is_refused() -> None:
+def test_slot_layout_refuses_a_duplicate_name() -> None:
     with pytest.raises(LayoutError, match="twice"):
         slot_layout((*DENSE, DENSE[0]))

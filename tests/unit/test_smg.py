@@ -70,7 +70,7 @@ def found(tmp_path: Path) -> smg.Smg:
     ],
     ids=["nothing", "no smg", "another version"],
 )
-def test_one_that_is_not_there_is_refused_by_name(
+def test_missing_smg_is_refused_by_its_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str | None, reason: str
 ) -> None:
     """By every command that starts a router, before any process."""
@@ -89,7 +89,7 @@ def test_one_that_is_not_there_is_refused_by_name(
     assert not runs.exists()
 
 
-def test_its_options_are_checked_as_those_of_the_other_router_are(found: smg.Smg) -> None:
+def test_smg_options_are_checked_like_the_options_of_the_sglang_router(found: smg.Smg) -> None:
     options = {"max-payload-size": 10, "log_json": True, "cache-boundaries": "1,2"}
     flags = ["--max-payload-size", "10", "--log-json", "--cache-boundaries", "1,2"]
     assert router_flags(options, found) == flags
@@ -107,7 +107,7 @@ def test_its_options_are_checked_as_those_of_the_other_router_are(found: smg.Smg
         router_flags({"log-json": "true"})  # sglang-router has none
 
 
-def test_what_invrl_sets_exists_in_the_installed_one() -> None:
+def test_smg_options_set_by_invrl_exist() -> None:
     try:
         installed = smg.find_smg("")
     except ConfigError as error:
@@ -126,7 +126,7 @@ def test_what_invrl_sets_exists_in_the_installed_one() -> None:
     assert value_types - set(smg._VALUE_TYPES) == {"", "str", "lower", "<lambda>", "_parse_int_csv"}
 
 
-def test_its_engines_have_the_key_that_it_is_called_with(
+def test_smg_calls_its_engines_with_the_given_key(
     found: smg.Smg, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hands the caller's key to an engine; sglang-router gives each engine the engine's own."""
@@ -161,12 +161,12 @@ def test_its_engines_have_the_key_that_it_is_called_with(
     assert server.api_key not in (other.api_key, fleet.router.api_key)
 
 
-def test_its_environment_alone_is_a_contradiction() -> None:
+def test_smg_environment_without_smg_is_refused() -> None:
     with pytest.raises(ConfigError, match="add --router smg"):
         resolve(Source(name="test", tables={"engine": {"smg_environment": "/somewhere"}}))
 
 
-def test_the_command_makes_its_environment(
+def test_smg_install_command_makes_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installs: list[str] = []

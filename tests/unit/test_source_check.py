@@ -165,7 +165,7 @@ def config_of(kind: type) -> RolloutConfig:
 
 
 @pytest.mark.parametrize("kind", [Good, OnlyTold, PlainWithAState])
-def test_sources_that_pass(kind: type) -> None:
+def test_valid_task_sources_pass_the_check(kind: type) -> None:
     check_tasks(config_of(kind), 0)
     assert next(load_tasks(config_of(kind), "train", 0)).id.startswith("q")
 
@@ -193,7 +193,7 @@ def test_sources_that_pass(kind: type) -> None:
         (NextRaises, "its __next__() raised OSError: the dataset is not there", "correct it"),
     ],
 )
-def test_a_mistake_is_named_with_its_fix(kind: type, reason: str, fix: str) -> None:
+def test_mistake_of_a_task_source_is_named_with_its_fix(kind: type, reason: str, fix: str) -> None:
     with pytest.raises(PluginError) as caught:
         check_tasks(config_of(kind), 0)
     assert caught.value.field == "task_source_path"
@@ -220,7 +220,7 @@ class Unshowable:
     "state",
     [None, True, 0, -(2**63), 2**130 + 1, 1.5, "ä", [], {}, {"a": [1, {"b": None}]}, [[1.0, 2]] * 3],
 )
-def test_json_comes_back_as_it_was(state: Any) -> None:
+def test_json_state_is_stored_unchanged(state: Any) -> None:
     assert stored_state(state) == state
     assert stored_state(state) is not state or not isinstance(state, list | dict)
 
@@ -243,6 +243,6 @@ def test_json_comes_back_as_it_was(state: Any) -> None:
         (Task(id="t", payload={}), r"state\(\) is a Task"),
     ],
 )
-def test_what_is_not_json_is_named_with_its_place(state: Any, message: str) -> None:
+def test_state_that_is_not_json_is_refused_with_its_place(state: Any, message: str) -> None:
     with pytest.raises(TaskStateError, match=message):
         stored_state(state)

@@ -27,14 +27,14 @@ def sample_of(versions: list[int]) -> TrainSample:
     )
 
 
-def test_tokens_of_the_newest_version_count_if_an_older_one_began_their_turn() -> None:
+def test_newest_version_tokens_of_a_turn_begun_under_older_weights_count() -> None:
     sample = sample_of([-1, 3, 3, 4, 4, -1, 4, 4, -1, 2, 3, 4])
     #       context,    turn that spans,  turn of 4,  turn that spans two updates
     expected = [3, 4, 11]
     assert np.flatnonzero(sampled_after_update(sample, WeightVersion(4))).tolist() == expected
 
 
-def test_no_token_counts_where_no_weights_changed_within_a_turn() -> None:
+def test_no_token_counts_if_no_turn_spans_an_update() -> None:
     sample = sample_of([-1, 3, 3, -1, 4, 4])
     assert not sampled_after_update(sample, WeightVersion(4)).any()
     assert not sampled_after_update(sample, WeightVersion(5)).any()
@@ -56,12 +56,12 @@ def gap_metrics(after_update: list[bool] | None) -> dict[str, float]:
     return resolve(policy_loss(inputs, AlgorithmConfig()).metrics)
 
 
-def test_the_gap_after_an_update_is_that_of_these_tokens_alone() -> None:
+def test_gap_after_an_update_is_over_spanning_turns_only() -> None:
     metrics = gap_metrics([False, True, True])
     assert metrics["logprob_gap_after_update_mean"] == 0.375
     assert metrics["logprob_gap_after_update_max"] == 0.5
     assert metrics["logprob_gap_mean"] == 0.25
 
 
-def test_without_such_tokens_there_is_no_such_gap() -> None:
+def test_gap_after_an_update_is_absent_without_spanning_turns() -> None:
     assert "logprob_gap_after_update_mean" not in gap_metrics(None)

@@ -14,13 +14,13 @@ FOLDER = Path(__file__).parents[2] / "launch" / "configs"
 
 
 @pytest.mark.parametrize("name", ["calculator_sft.toml", "calculator_rl.toml"])
-def test_the_settings_resolve_and_the_page_names_them(name: str) -> None:
+def test_staged_example_settings_resolve_and_are_documented(name: str) -> None:
     config = resolve(read_toml(FOLDER / name))
     assert config.run.num_steps > 0
     assert f"--config launch/configs/{name}" in (FOLDER / "README.md").read_text()
 
 
-def test_no_conversation_is_of_a_held_out_problem() -> None:
+def test_staged_example_has_no_conversation_of_a_held_out_problem() -> None:
     """Each trains one call and one answer, and both are right."""
     lines = (FOLDER / "calculator.jsonl").read_text().splitlines()
     assert len(lines) == 48

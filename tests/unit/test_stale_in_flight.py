@@ -11,10 +11,8 @@ from pathlib import Path
 
 import openai
 import pytest
+from running_gateway import ASK, MORE, Running, eventually, running
 from test_buffer_state_machine import failed, finished
-from test_gateway_turns import ASK, MORE, Running, eventually, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 
 from invrl.buffer import buffer_actor
 from invrl.buffer.buffer_actor import BufferActor
@@ -69,7 +67,7 @@ def sampled(index: int, version: int, *, group: str = "g1", attempt: int = 0) ->
     return SampledSoFar(place=Place(group, index, attempt), oldest_version=WeightVersion(version))
 
 
-def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> None:
+def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
     buffer = make_buffer()
     train_g0(buffer)
     assert buffer.unwanted() == ()
@@ -84,7 +82,7 @@ def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> Non
     assert buffer.events.dropped == {"stale": 1}
 
 
-def test_within_the_bound_nobody_is_suspect() -> None:
+def test_no_running_rollout_is_suspect_within_the_staleness_bound() -> None:
     buffer = make_buffer(staleness=1)
     train_g0(buffer)
     assert buffer.suspects() == []
@@ -92,7 +90,7 @@ def test_within_the_bound_nobody_is_suspect() -> None:
     assert buffer.unwanted() == ()
 
 
-def test_what_an_earlier_attempt_had_sampled_is_of_no_account() -> None:
+def test_tokens_of_an_earlier_attempt_do_not_count() -> None:
     buffer = make_buffer()
     train_g0(buffer)
     buffer.record(failed(Place("g1", 1, 0), FailureReason.EXCEPTION))
@@ -137,7 +135,7 @@ async def say(gateway: Running, session: Session, *, then: bool = False, **optio
     await chat.create(model="tiny", messages=messages, **options)  # type: ignore[call-overload]
 
 
-async def test_a_group_is_dropped_before_any_of_its_rollouts_has_ended(
+async def test_stale_group_is_dropped_before_its_rollouts_have_ended(
     gateway: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn is known only after the version has advanced, so the look after the advance finds nothing and
@@ -156,13 +154,13 @@ async def test_a_group_is_dropped_before_any_of_its_rollouts_has_ended(
         lease = await actor.lease()
         assert lease is not None
         assert lease.group_id == "g1"
-    kept = [one.entry for one in read_ledger(tmp_path / "run.db")]
+    kept = [record.entry for record in read_ledger(tmp_path / "run.db")]
     ends = {entry.place: entry.reason for entry in kept if entry.state is RolloutState.DROPPED}
     assert ends[Place("g0", 0, 0)] is DropReason.STALE
     assert ends[Place("g0", 1, 0)] is DropReason.STALE
 
 
-async def test_where_only_main_conversations_are_trained_nobody_is_judged_before_the_end(
+async def test_running_rollouts_are_not_dropped_if_only_main_conversations_train(
     gateway: Running, tmp_path: Path
 ) -> None:
     async with buffering(tmp_path / "run.db", trains_all_roots=False) as actor:
@@ -175,7 +173,7 @@ async def test_where_only_main_conversations_are_trained_nobody_is_judged_before
         assert await actor.unwanted() == (DroppedGroup(group_id="g0", reason=DropReason.STALE),)
 
 
-async def test_what_the_store_says_of_running_rollouts_is_what_their_summaries_will_say(
+async def test_store_reports_the_versions_that_the_summary_will_have(
     gateway: Running,
 ) -> None:
     """Delivered turns of the session and of its children count. Turns that were aborted or forced by a

@@ -32,7 +32,7 @@ from invrl.store.run_folder import RunFolder
         (8, "not a number", True, "resuming from the checkpoint of step 8", False),
     ],
 )
-def test_what_an_incarnation_says_that_it_begins_from(
+def test_incarnation_describes_its_starting_point(
     tmp_path: Path, step: int | None, ended: str | None, store: bool, told: str, finished: bool
 ) -> None:
     folder = RunFolder(path=tmp_path)

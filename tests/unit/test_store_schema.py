@@ -44,7 +44,7 @@ def test_a_new_store_and_an_empty_file_get_the_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", list(ADDED_TABLES))
-def test_who_only_reads_finds_the_tables_that_an_earlier_store_lacks(table: str, tmp_path: Path) -> None:
+def test_reader_of_an_earlier_store_sees_the_missing_tables(table: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     with contextlib.closing(connect(path)) as db:
         columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]

@@ -19,7 +19,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_halves_take_equally_long() -> None:
+def test_test_halves_take_equally_long() -> None:
     first, second = halves({"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0})
     assert (first, second) == (["a", "d"], ["b", "c"])
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_config import config
 from slow_cases import first_quick
-from test_run_folder import config
 
 from invrl.host.process import still_running
 from invrl.run.folder import make_run_folder
@@ -96,11 +96,11 @@ def says(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
-def test_what_is_done_refused_or_interrupted_is_not_begun_again(start: Start, code: int) -> None:
+def test_finished_refused_or_interrupted_run_is_not_restarted(start: Start, code: int) -> None:
     assert end(start(f"say(number); sys.exit({code})", restarts=3)) == (code, "1\n", "")
 
 
-def test_a_driver_that_has_told_its_failure_is_not_told_again(start: Start) -> None:
+def test_failure_reported_by_the_driver_is_not_reported_twice(start: Start) -> None:
     body = "lifeline.tell(NoteKind.REPORTED); say(number); sys.exit(1)"
     code, out, err = end(start(body, restarts=2))
     assert (code, out) == (1, "1\n2\n3\n")
@@ -111,7 +111,7 @@ def test_a_driver_that_has_told_its_failure_is_not_told_again(start: Start) -> N
     ]
 
 
-def test_restarts_count_from_the_last_new_checkpoint(start: Start) -> None:
+def test_restarts_are_counted_since_the_last_new_checkpoint(start: Start) -> None:
     body = """
 if number == 2:
     checkpoints = Checkpoints(place / "checkpoints")
@@ -131,13 +131,13 @@ sys.exit(1)"""
     ]
 
 
-def test_what_no_restart_can_mend_is_not_tried_again(start: Start) -> None:
+def test_permanent_failure_is_not_restarted(start: Start) -> None:
     body = "lifeline.tell(NoteKind.FINAL); lifeline.tell(NoteKind.REPORTED); say(number); sys.exit(1)"
     assert end(start(body, restarts=3)) == (1, "1\n", "")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
-def test_a_driver_that_is_killed_is_told_and_the_next_incarnation_begins(
+def test_killed_driver_is_reported_and_the_next_incarnation_starts(
     start: Start, kind: signal.Signals
 ) -> None:
     body = f"""
@@ -150,7 +150,7 @@ say("done")"""
     assert "restart 1 of 1" in err
 
 
-def test_only_the_drivers_have_the_keys_that_the_command_was_given(start: Start) -> None:
+def test_only_drivers_have_the_keys_of_the_command(start: Start) -> None:
     """The supervisor's own process, where checks have imported user code, shows them nowhere."""
     before = """
 import os
@@ -168,7 +168,7 @@ sys.exit(1)"""
     assert out.splitlines() == ["[]"] + 2 * ["env-of-the-user-0123456789 token-of-ray-0123456789"]
 
 
-def test_guardians_of_earlier_incarnations_are_gone(start: Start) -> None:
+def test_guardians_of_earlier_incarnations_have_ended(start: Start) -> None:
     body = """
 import psutil
 from invrl.host.guardian import start_guardian
@@ -195,7 +195,7 @@ os.kill(os.getpid(), signal.SIGKILL)"""
     assert out.split() == 4 * ["1"]
 
 
-def test_its_last_words_are_the_cause(start: Start) -> None:
+def test_last_words_of_a_driver_are_the_reported_cause(start: Start) -> None:
     """As Ray's C++ ends it: nobody in Python gets to say anything more."""
     body = "lifeline.tell(NoteKind.CAUSE, 'the raylet is gone'); os._exit(1)"
     code, _, err = end(start(body))
@@ -203,7 +203,7 @@ def test_its_last_words_are_the_cause(start: Start) -> None:
     assert "invrl: the run failed: the raylet is gone\n" in err
 
 
-def test_a_stopped_driver_counts_as_dead_after_the_heartbeat(start: Start) -> None:
+def test_stopped_driver_is_dead_after_its_heartbeat_timeout(start: Start) -> None:
     body = """
 if number == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -214,7 +214,7 @@ say("done")"""
 
 
 @pytest.mark.parametrize("code", first_quick([0, 1]))
-def test_a_driver_that_is_silent_at_its_very_end_has_ended_as_it_told(start: Start, code: int) -> None:
+def test_driver_silent_after_its_final_report_ended_as_reported(start: Start, code: int) -> None:
     """The interpreter's end waits for what it has loaded, and its threads do not beat meanwhile."""
     body = f"""
 say(number)
@@ -225,7 +225,7 @@ os.kill(os.getpid(), signal.SIGSTOP)"""
 
 
 @pytest.mark.slow
-def test_a_driver_whose_loop_is_blocked_is_alive(start: Start) -> None:
+def test_driver_with_a_blocked_event_loop_is_alive(start: Start) -> None:
     assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (0, "done\n", "")
 
 
@@ -244,7 +244,7 @@ def left(pid: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("how", first_quick(["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"]))
-def test_a_daemon_that_the_incarnation_left_behind_is_ended(start: Start, how: str) -> None:
+def test_daemon_left_by_an_incarnation_is_ended(start: Start, how: str) -> None:
     """In a session of its own, and a child of nobody any more."""
     process = start(LEAVES + how)
     pid = says(process)
@@ -252,7 +252,7 @@ def test_a_daemon_that_the_incarnation_left_behind_is_ended(start: Start, how: s
     assert not left(pid)
 
 
-def test_a_killed_supervisor_takes_the_driver_with_it(start: Start) -> None:
+def test_driver_ends_with_a_killed_supervisor(start: Start) -> None:
     process = start("say(os.getpid()); wait()")
     pid = says(process)
     process.send_signal(signal.SIGKILL)
@@ -272,7 +272,7 @@ while True:
 
 
 @pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_a_signal_is_passed_on_and_no_incarnation_follows(start: Start, kind: signal.Signals) -> None:
+def test_signal_is_forwarded_and_no_incarnation_follows(start: Start, kind: signal.Signals) -> None:
     process = start(INTERRUPTED, restarts=3)
     assert says(process) == "up"
     process.send_signal(kind)
@@ -292,14 +292,14 @@ threading.Thread(target=take_it, daemon=True).start()
 
 
 @pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_a_signal_that_another_thread_is_given_is_passed_on_too(start: Start, kind: signal.Signals) -> None:
+def test_signal_delivered_to_another_thread_is_forwarded_too(start: Start, kind: signal.Signals) -> None:
     """NumPy starts threads before the supervisor masks its own, and the kernel may choose any of them."""
     body = INTERRUPTED.replace('say("up")', 'say("up"); (place / "up").touch()')
     process = start(body, restarts=3, before=SIGNALLED_THREAD.format(kind=int(kind)))
     assert end(process) == (130, "up\nclean\n", "")
 
 
-def test_an_interrupted_incarnation_that_then_fails_is_the_last(start: Start) -> None:
+def test_interrupted_incarnation_that_fails_is_not_restarted(start: Start) -> None:
     process = start(INTERRUPTED.replace("sys.exit(130)", "os._exit(1)"), restarts=3)
     assert says(process) == "up"
     process.send_signal(signal.SIGINT)
@@ -319,9 +319,7 @@ with lifeline.blocked("the start of Ray"):
 
 
 @pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_an_interrupt_does_not_wait_for_a_call_that_hears_no_signal(
-    start: Start, kind: signal.Signals
-) -> None:
+def test_interrupt_does_not_wait_for_a_call_that_ignores_signals(start: Start, kind: signal.Signals) -> None:
     process = start(LEAVES + BLOCKED, restarts=3)
     [pid, up] = sorted(says(process) for _ in range(2))  # a daemon speaks when it gets to it
     assert up == "up"
@@ -333,7 +331,7 @@ def test_an_interrupt_does_not_wait_for_a_call_that_hears_no_signal(
     assert not left(pid)
 
 
-def test_after_that_call_an_interrupt_is_the_drivers_own(start: Start) -> None:
+def test_interrupt_after_a_blocking_call_is_left_to_the_driver(start: Start) -> None:
     body = "with lifeline.blocked('the start of Ray'): pass\n" + INTERRUPTED.replace(
         'say("clean")', 'say("cleans up"); wait(); say("clean")'
     )
@@ -349,7 +347,7 @@ def test_after_that_call_an_interrupt_is_the_drivers_own(start: Start) -> None:
     assert end(process) == (130, "clean\n", "")
 
 
-def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_path: Path) -> None:
+def test_second_run_of_a_folder_is_refused_while_the_first_lives(start: Start, tmp_path: Path) -> None:
     first = start("say('up'); wait()")
     assert says(first) == "up"
     code, _, err = end(start("say('up')"))
@@ -361,7 +359,9 @@ def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_
     assert end(first) == (0, "", "")
 
 
-def test_the_temporary_folder_of_a_killed_driver_goes_and_its_logs_stay(start: Start, tmp_path: Path) -> None:
+def test_temporary_folder_of_a_killed_driver_is_removed_and_its_logs_stay(
+    start: Start, tmp_path: Path
+) -> None:
     logs = tmp_path / "ray" / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.out").write_text("printed by user code")

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from small_buffer import failure, lease_all, make, summary, tasks
 from stored_rollouts import finish as finish_session
 from stored_rollouts import summary_of
-from test_buffer_examples import failure, lease_all, make, summary, tasks
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
@@ -71,7 +71,7 @@ def finish(buffer: GroupBuffer, group_id: str, *rewards: float, oldest: int = 0)
 # ------------------------------------------------------------------ what it is told
 
 
-def test_it_is_told_once_how_each_group_ended() -> None:
+def test_task_source_learns_once_how_each_group_ended() -> None:
     source = Told()
 
     def no_ones(group: Group) -> str | None:
@@ -101,7 +101,7 @@ def test_it_is_told_once_how_each_group_ended() -> None:
     assert len(source.outcomes) == 4, "the open groups end with the run, and no state is kept of that"
 
 
-def test_a_group_that_becomes_stale_is_told_if_it_was_open_and_not_if_it_was_told_before() -> None:
+def test_stale_group_is_reported_to_the_source_only_if_not_reported_before() -> None:
     source = Told()
     buffer = make(staleness=0, batch=1, over=2, source=source)
     lease_all(buffer)
@@ -136,7 +136,7 @@ def test_the_reward_that_counts_as_solved_is_a_setting() -> None:
     ).success_rate is None  # fmt: skip
 
 
-def test_a_task_that_comes_back_is_told_under_the_id_of_the_source() -> None:
+def test_repeated_task_is_reported_under_the_sources_own_id() -> None:
     outcomes: list[str] = []
 
     class Always(Iterator[Task]):
@@ -155,7 +155,7 @@ def test_a_task_that_comes_back_is_told_under_the_id_of_the_source() -> None:
 # ------------------------------------------------------------------ its mistakes
 
 
-def test_a_record_that_raises_is_shown_once_and_counted_and_the_run_goes_on() -> None:
+def test_source_whose_record_raises_is_reported_once_and_the_run_continues() -> None:
     class Raises(Told):
         def record(self, outcome: GroupOutcome) -> None:
             raise KeyError(outcome.task_id)
@@ -172,7 +172,7 @@ def test_a_record_that_raises_is_shown_once_and_counted_and_the_run_goes_on() ->
     assert resolve(buffer.metrics())["task_source_record_failed"] == 2
 
 
-def test_a_record_that_exits_does_not_end_the_buffer() -> None:
+def test_source_whose_record_exits_does_not_end_the_buffer() -> None:
     class Leaves(Told):
         def record(self, outcome: GroupOutcome) -> None:
             raise SystemExit(3)
@@ -197,7 +197,7 @@ def raises(self: Any) -> object:
         (lambda self: "x" * (65 * 1024 * 1024), "it has 65 MiB as JSON; at most 64 are stored"),
     ],
 )
-def test_a_state_that_fails_costs_the_state_not_the_checkpoint(
+def test_source_whose_state_fails_does_not_fail_the_checkpoint(
     state: Callable[[Any], object], reason: str
 ) -> None:
     class Broken(Kept):
@@ -222,7 +222,7 @@ def test_a_state_that_fails_costs_the_state_not_the_checkpoint(
     again.advance(WeightVersion(0))
 
 
-def test_a_fault_of_the_source_does_not_hide_that_every_rollout_fails() -> None:
+def test_fault_of_the_source_does_not_hide_that_every_rollout_fails() -> None:
     """Rollouts that were leased before the first one ended are waited for before the run gives up."""
 
     class Raises(Told):
@@ -238,7 +238,7 @@ def test_a_fault_of_the_source_does_not_hide_that_every_rollout_fails() -> None:
     assert not buffer.failure_report().first_ended
 
 
-def test_a_task_that_no_checkpoint_can_hold_ends_the_source_with_a_reason() -> None:
+def test_unstorable_task_ends_the_source_with_a_reason() -> None:
     class Odd(Told):
         def __next__(self) -> Task:
             return Task(id="t", payload={"text": "\ud800"})
@@ -250,7 +250,7 @@ def test_a_task_that_no_checkpoint_can_hold_ends_the_source_with_a_reason() -> N
     assert "its checkpoints hold them" in end
 
 
-def test_an_id_that_cannot_be_used_ends_the_source_with_a_reason() -> None:
+def test_unusable_task_id_ends_the_source_with_a_reason() -> None:
     buffer = make(source=iter([Task(id="", payload={})]))
     assert buffer.lease() is None
     assert "yielded the task id ''" in buffer.wait_report().source_end
@@ -259,7 +259,7 @@ def test_an_id_that_cannot_be_used_ends_the_source_with_a_reason() -> None:
 # ------------------------------------------------------------------ resume
 
 
-def test_a_resume_goes_on_with_the_state_and_with_the_tasks_of_open_groups() -> None:
+def test_resume_continues_with_the_source_state_and_the_open_groups() -> None:
     first = make(staleness=1, batch=2, source=Kept())
     lease_all(first)
     finish(first, "g0", 1.0, 1.0)
@@ -283,7 +283,7 @@ def test_a_resume_goes_on_with_the_state_and_with_the_tasks_of_open_groups() -> 
     assert [lease.task.id for lease in lease_all(again)] == ["t8", "t9"]
 
 
-def test_outcomes_that_came_after_the_checkpoint_are_told_to_the_restored_source() -> None:
+def test_outcomes_after_the_checkpoint_are_reported_to_the_restored_source() -> None:
     first = make(batch=1, source=Kept())
     lease_all(first)
     saved = saved_and_read(first)
@@ -294,7 +294,7 @@ def test_outcomes_that_came_after_the_checkpoint_are_told_to_the_restored_source
     assert source.position == 2
 
 
-def test_a_source_without_state_begins_anew_and_says_so() -> None:
+def test_source_without_state_restarts_with_a_note() -> None:
     first = make(batch=1, source=Told())
     lease_all(first)
     saved = saved_and_read(first)
@@ -325,7 +325,7 @@ class Refuses(Kept):
         (tasks, Kept, r"has record\(\) or state\(\), and the one that the run began with had neither"),
     ],
 )
-def test_another_kind_of_source_is_refused_at_a_resume(
+def test_resume_refuses_another_kind_of_source(
     before: Callable[[], Iterator[Task]], after: Callable[[], Iterator[Task]], message: str
 ) -> None:
     first = make(source=before())
@@ -334,7 +334,7 @@ def test_another_kind_of_source_is_refused_at_a_resume(
         make(source=after()).restore(saved_and_read(first), [])
 
 
-def test_a_snapshot_of_before_there_were_such_sources_is_read() -> None:
+def test_snapshot_from_before_task_feedback_is_read() -> None:
     first = make(batch=2)
     lease_all(first)
     old = msgspec.to_builtins(saved_and_read(first))
@@ -384,11 +384,12 @@ async def play(actor: BufferActor, writer: RunStoreWriter, version: int) -> list
             return leased
 
 
-async def test_a_resumed_run_leases_what_the_run_would_have_leased(tmp_path: Path) -> None:
+async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(tmp_path: Path) -> None:
     """The machine stops with the checkpoint of step 3; the run is continued from there twice: as it was, and
     from what was on disk."""
     path = tmp_path / "run.sqlite"
-    actor, writer = make_actor(path), RunStoreWriter(path)
+    actor = make_actor(path)
+    writer = RunStoreWriter(path)
     await actor.start()
     for step in range(3):
         await play(actor, writer, step)
@@ -405,7 +406,8 @@ async def test_a_resumed_run_leases_what_the_run_would_have_leased(tmp_path: Pat
 
     stopped = tmp_path / "stopped" / "run.sqlite"
     abandon_open_sessions(stopped)
-    again, writer_again = make_actor(stopped), RunStoreWriter(stopped)
+    again = make_actor(stopped)
+    writer_again = RunStoreWriter(stopped)
     await again.start(snapshot)
     for step in range(3, 8):
         await actor.advance(WeightVersion(step))

@@ -65,7 +65,7 @@ def test_a_task_keeps_its_row_and_label(task_file):
     assert task == Task(id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2])
 
 
-def test_without_an_id_the_line_number_is_it(task_file):
+def test_task_without_an_id_is_named_by_its_line_number(task_file):
     config = from_file("", eval_task_file=task_file('{"q": 1}\n\n{"q": 2}\n'))
     assert [(t.id, t.label, t.split) for t in load_tasks(config, "eval", 0)] == [
         ("1", None, "eval"),
@@ -92,14 +92,14 @@ def test_without_an_id_the_line_number_is_it(task_file):
         ('{"id": "\\ud800"}', {}, "is not a string or integer that can be used"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(task_file, text, fields, seen):
+def test_error_in_a_task_file_names_its_line(task_file, text, fields, seen):
     with pytest.raises(ConfigError) as caught:
         check_tasks(from_file(task_file(text), **fields), seed=0)
     assert seen in caught.value.reason
     assert caught.value.field == "task_file"
 
 
-def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
+def test_missing_and_binary_task_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         check_tasks(from_file(str(tmp_path / "none.jsonl")), seed=0)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -108,7 +108,7 @@ def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{}, {"task_file": "a", "task_source_path": "b:c"}])
-def test_one_place_of_tasks(fields):
+def test_two_sources_of_tasks_are_refused(fields):
     with pytest.raises(ConfigError, match="give one of"):
         check_tasks(RolloutConfig(**fields), seed=0)
 
@@ -159,11 +159,11 @@ def from_source(function, **fields):
     return RolloutConfig(task_source_path=f"{__name__}:{function.__name__}", **fields)
 
 
-def test_a_source_gets_split_and_seed():
+def test_task_source_is_called_with_split_and_seed():
     assert ids(load_tasks(from_source(endless), "train", 3), 2) == ["3-0", "3-1"]
 
 
-def test_a_training_source_that_ends_is_started_again():
+def test_training_source_that_ends_is_restarted():
     assert ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == ["a", "b", "c", "a", "b"]
     assert fed_ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == ["a", "b", "c", "a@1", "b@1"]
     assert ids(load_tasks(from_source(three_then_ends), "eval", 0), 5) == ["a", "b", "c"]
@@ -179,14 +179,14 @@ def test_a_training_source_that_ends_is_started_again():
         (raises_at_once, "not there"),
     ],
 )
-def test_a_bad_source_is_a_plugin_error(function, seen):
+def test_bad_task_source_is_a_plugin_error(function, seen):
     with pytest.raises(PluginError) as caught:
         check_tasks(from_source(function, eval_tasks=1), seed=0)
     assert seen in caught.value.reason
     assert caught.value.field == "task_source_path"
 
 
-def test_the_calculator_passes():
+def test_calculator_source_passes_the_task_check():
     check_tasks(RolloutConfig(task_source_path="rollout_fns.calculator:task_source", eval_tasks=200), seed=0)
 
 
@@ -198,7 +198,7 @@ def parquet_file(path, columns, **options):
     return str(path)
 
 
-def test_parquet_is_read_as_the_same_rows_of_jsonl_would_be(tmp_path, task_file):
+def test_parquet_rows_equal_those_of_jsonl(tmp_path, task_file):
     columns = {
         "id": [7, 8],
         "label": [["a", "b"], []],
@@ -217,7 +217,7 @@ def test_parquet_is_read_as_the_same_rows_of_jsonl_would_be(tmp_path, task_file)
     assert next(load_tasks(config, "train", 3)).payload["score"] in (0.5, 1.0)
 
 
-def test_parquet_values_without_a_json_type_take_their_text(tmp_path):
+def test_parquet_values_without_a_json_type_become_text(tmp_path):
     day, price = datetime.datetime(2026, 2, 3, 4, 5), decimal.Decimal("1.25")
     columns = {
         "when": [day],
@@ -230,7 +230,7 @@ def test_parquet_values_without_a_json_type_take_their_text(tmp_path):
     assert (task.id, task.label) == ("1", None)
 
 
-def test_what_is_wrong_in_a_parquet_file_is_named_with_its_row(tmp_path):
+def test_error_in_a_parquet_file_names_its_row(tmp_path):
     def refused(columns, **fields):
         with pytest.raises(ConfigError) as caught:
             check_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns), **fields), seed=0)
@@ -247,7 +247,7 @@ def test_what_is_wrong_in_a_parquet_file_is_named_with_its_row(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b'{"id": 1}\n', None])
-def test_a_parquet_file_that_is_none(tmp_path, content):
+def test_missing_or_invalid_parquet_file_is_refused(tmp_path, content):
     path = tmp_path / "t.parquet"
     if content is not None:
         path.write_bytes(content)

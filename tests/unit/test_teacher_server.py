@@ -136,7 +136,7 @@ def batch_of(*rows: tuple[list[int], list[int]], **fields: Any) -> TrainBatch:
     return TrainBatch(batch_id=0, version=WeightVersion(0), samples=tuple(samples), advantages=zeros)
 
 
-async def test_each_trained_token_gets_its_log_prob(server: TeacherServer) -> None:
+async def test_each_trained_token_gets_its_teacher_logprob(server: TeacherServer) -> None:
     batch = batch_of(([5, 6, 7, 8, 9, 10], [2, 4]), ([1, 2, 3], [1, 2]), ([4, 5], []))
     scored = await teacher_at(server.url).score(batch)
     columns = [sample.columns["teacher"].tolist() for sample in scored.samples]
@@ -151,7 +151,7 @@ async def test_each_trained_token_gets_its_log_prob(server: TeacherServer) -> No
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in sent)
 
 
-async def test_a_failure_that_passes_is_survived(server: TeacherServer) -> None:
+async def test_temporary_failure_of_the_teacher_is_retried(server: TeacherServer) -> None:
     server.failures = 2
     scored = await teacher_at(server.url).score(batch_of(([1, 2], [1])))
     assert scored.samples[0].columns["teacher"].tolist() == pytest.approx([0, -0.02])
@@ -160,7 +160,7 @@ async def test_a_failure_that_passes_is_survived(server: TeacherServer) -> None:
         await teacher_at(server.url).score(batch_of(([1, 2], [1])))
 
 
-async def test_so_many_rows_at_a_time(server: TeacherServer) -> None:
+async def test_teacher_scores_at_most_the_set_number_of_rows_at_once(server: TeacherServer) -> None:
     scores = server.generate
 
     def slowly(body: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ async def test_so_many_rows_at_a_time(server: TeacherServer) -> None:
     assert server.most_at_once <= 3
 
 
-async def test_a_teacher_that_hangs(server: TeacherServer) -> None:
+async def test_hung_teacher_ends_at_the_deadline(server: TeacherServer) -> None:
     released = threading.Event()
     server.generate = lambda body: released.wait(60)
     try:
@@ -192,7 +192,9 @@ async def test_a_teacher_that_hangs(server: TeacherServer) -> None:
         (None, "scored no tokens"),
     ],
 )
-async def test_answers_that_do_not_fit_the_row(server: TeacherServer, entries: Any, reason: str) -> None:
+async def test_teacher_reply_that_does_not_fit_the_row_is_an_error(
+    server: TeacherServer, entries: Any, reason: str
+) -> None:
     server.generate = lambda body: {"meta_info": {"input_token_logprobs": entries}}
     with pytest.raises(ServerError, match=reason):
         await teacher_at(server.url).score(batch_of(([1, 2], [1])))
@@ -205,7 +207,7 @@ async def test_answers_that_do_not_fit_the_row(server: TeacherServer, entries: A
         ({"grammars": (GrammarSpan(start=1, end=2, grammar="{}"),)}, "a grammar constrained"),
     ],
 )
-async def test_rows_of_another_distribution(
+async def test_rows_sampled_from_a_changed_distribution_are_refused(
     server: TeacherServer, fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -216,11 +218,13 @@ async def test_rows_of_another_distribution(
 # ------------------------------------------------------------------ before the start
 
 
-async def test_the_same_tokens(server: TeacherServer, tokenizer: Tokenizer) -> None:
+async def test_teacher_with_the_same_tokenizer_is_accepted(
+    server: TeacherServer, tokenizer: Tokenizer
+) -> None:
     assert await teacher_at(server.url).check(tokenizer) == "a-teacher"
 
 
-async def test_other_tokens(server: TeacherServer, tokenizer: Tokenizer) -> None:
+async def test_teacher_with_another_tokenizer_is_refused(server: TeacherServer, tokenizer: Tokenizer) -> None:
     tokenized = server.tokens
 
     def others(body: dict[str, Any]) -> Any:
@@ -233,7 +237,9 @@ async def test_other_tokens(server: TeacherServer, tokenizer: Tokenizer) -> None
         await teacher_at(server.url).check(tokenizer)
 
 
-async def test_a_wrong_key_and_a_server_that_is_down(server: TeacherServer, tokenizer: Tokenizer) -> None:
+async def test_wrong_teacher_key_and_missing_teacher_are_config_errors(
+    server: TeacherServer, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(ConfigError, match="with 401") as refusal:
         await teacher_at(server.url, key="another-key").check(tokenizer)
     assert "another-key" not in str(refusal.value)

@@ -47,7 +47,7 @@ ALIKE = FailureReport(
 )
 
 
-async def test_a_buffer_that_was_busy_is_asked_again() -> None:
+async def test_busy_buffer_is_asked_again_for_its_failures() -> None:
     busy = DeadlineError("the buffer to answer failures()", 60.0)
     screen = Screen()
     buffer = Buffer(busy, busy, ALIKE)
@@ -64,7 +64,7 @@ async def test_a_buffer_that_was_busy_is_asked_again() -> None:
     assert "TypeError: a string" in screen.notes[0]
 
 
-async def test_a_dead_buffer_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_buffer_is_not_asked_again_for_its_failures(caplog: pytest.LogCaptureFixture) -> None:
     buffer = Buffer(ServerError("the buffer died"))
     await report_failures(buffer, FailureReporter(LIMITS), Screen(), interval_s=0.0)
     assert "the buffer died" in caplog.text

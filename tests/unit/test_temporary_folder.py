@@ -45,7 +45,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_goes_with_its_block(parent: Path) -> None:
+def test_temporary_folder_is_removed_after_its_block(parent: Path) -> None:
     with TemporaryFolder("engine", parent=parent) as folder:
         (folder.path / "file").touch()
         assert folder.path.parent == parent
@@ -53,7 +53,7 @@ def test_a_folder_goes_with_its_block(parent: Path) -> None:
     folder.remove()
 
 
-def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(parent: Path) -> None:
+def test_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(parent: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -73,7 +73,7 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(parent:
     assert (parent / "invrl-engine-7-abcdefgh").is_symlink()
 
 
-def test_a_new_folder_that_another_command_takes_for_an_abandoned_one_is_made_again(
+def test_new_folder_removed_by_another_command_is_recreated(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = tempfile.mkdtemp
@@ -93,12 +93,12 @@ def test_a_new_folder_that_another_command_takes_for_an_abandoned_one_is_made_ag
         assert folder.path.exists()
 
 
-def test_the_parent_is_short_enough_for_sockets(parent: Path) -> None:
+def test_parent_path_is_short_enough_for_sockets(parent: Path) -> None:
     with TemporaryFolder("driver") as folder, TemporaryFolder("engine", parent=folder.path) as inner:
         assert len(f"{inner.path}/tmpabcdefgh.0") < 107
 
 
-def test_the_imports_of_a_trainer_rank_leave_nothing(tmp_path: Path) -> None:
+def test_imports_of_a_trainer_rank_leave_no_temporary_file(tmp_path: Path) -> None:
     """Megatron imports wandb, which makes folders that a killed process leaves. A user's loss still can."""
     pytest.importorskip("wandb")
     folders = {"TMPDIR": tmp_path / "tmp", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "kernels"}

@@ -25,7 +25,7 @@ def tensors(count: int) -> Iterator[Named]:
 
 
 @pytest.mark.parametrize("num_cores", [1, 3], indirect=True)
-def test_each_tensor_is_worked_on_once(num_cores: int) -> None:
+def test_each_tensor_is_processed_once(num_cores: int) -> None:
     results = by_threads(lambda name, tensor: f"{name}: {tensor.sum()}", tensors(23))
     assert list(results.items()) == [
         (f"tensor {index}", f"tensor {index}: {4 * index}") for index in range(23)
@@ -33,12 +33,12 @@ def test_each_tensor_is_worked_on_once(num_cores: int) -> None:
 
 
 @pytest.mark.parametrize("num_cores", [1, 3], indirect=True)
-def test_no_tensors(num_cores: int) -> None:
+def test_no_tensors_give_no_results(num_cores: int) -> None:
     assert by_threads(lambda name, tensor: name, []) == {}
 
 
 @pytest.mark.parametrize("num_cores", [3], indirect=True)
-def test_several_threads_work_at_a_time(num_cores: int) -> None:
+def test_several_threads_work_at_the_same_time(num_cores: int) -> None:
     """Each batch waits for two others."""
     together = threading.Barrier(num_cores, timeout=60)
     waited: set[str] = set()
@@ -55,7 +55,7 @@ def test_several_threads_work_at_a_time(num_cores: int) -> None:
 
 
 @pytest.mark.parametrize("num_cores", [3], indirect=True)
-def test_an_iterator_has_few_tensors_in_memory(num_cores: int) -> None:
+def test_only_a_few_tensors_of_an_iterator_are_in_memory(num_cores: int) -> None:
     """A batch for each thread, and the one that is being made: two tensors each."""
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
@@ -72,7 +72,7 @@ def test_an_iterator_has_few_tensors_in_memory(num_cores: int) -> None:
 
 
 @pytest.mark.parametrize("num_cores", [1, 3], indirect=True)
-def test_an_error_is_raised_after_what_has_begun(num_cores: int) -> None:
+def test_error_is_raised_after_started_work_has_ended(num_cores: int) -> None:
     def fail(name: str, tensor: torch.Tensor) -> str:
         if name == "tensor 5":
             raise ValueError("no")
@@ -84,7 +84,7 @@ def test_an_error_is_raised_after_what_has_begun(num_cores: int) -> None:
 
 
 @pytest.mark.parametrize("num_cores", [1, 3], indirect=True)
-def test_threads_write_what_inference_mode_made(num_cores: int) -> None:
+def test_threads_can_write_tensors_made_in_inference_mode(num_cores: int) -> None:
     """SGLang calls the loader in inference mode, and its own tensors may be of that mode."""
     with torch.inference_mode():
         made = {f"tensor {index}": torch.zeros(4) for index in range(6)}

@@ -34,13 +34,13 @@ def bound_of(tokenizer: Tokenizer) -> TokenBound | None:
     return token_bound(json.loads(tokenizer.to_str()))
 
 
-def test_the_table_of_bytes_is_that_of_the_tokenizers():
+def test_byte_table_equals_that_of_the_tokenizers_package():
     assert sorted(_byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @given(text=st.text(alphabet="abcdeé \u0301\u0300K12\u212a🙂", max_size=300))
 @settings(max_examples=300, deadline=None)
-def test_no_text_has_fewer_tokens(text: str):
+def test_no_text_has_fewer_tokens_than_its_bound(text: str):
     tokenizer = byte_level("abcde", "ab1", "123")
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(["<|abcabcabc|>"])
@@ -51,7 +51,7 @@ def test_no_text_has_fewer_tokens(text: str):
         assert bound.min_tokens(whole) <= count
 
 
-def test_the_bound_is_reached():
+def test_token_bound_is_reached_by_repeated_long_tokens():
     bound = bound_of(byte_level("abcde", "123"))
     assert bound is not None
     assert bound.max_characters == (5, 3)
@@ -61,7 +61,7 @@ def test_the_bound_is_reached():
     assert bound.min_tokens("\ud800") == 0  # half a surrogate pair
 
 
-def test_letters_that_compose_with_marks_are_not_counted():
+def test_letters_that_compose_with_marks_do_not_count_towards_the_bound():
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.NFC()
     bound = bound_of(tokenizer)
@@ -69,7 +69,7 @@ def test_letters_that_compose_with_marks_are_not_counted():
     assert bound.min_tokens("e\u0301" * 1000) == 0
 
 
-def test_there_is_no_bound_where_letters_may_be_lost():
+def test_there_is_no_bound_for_tokenizers_that_may_lose_letters():
     good = byte_level("abcde")
     for normalizer in (normalizers.Lowercase(), normalizers.NFKC(), normalizers.Replace("a", "")):
         tokenizer = byte_level("abcde")
@@ -93,7 +93,7 @@ def test_there_is_no_bound_where_letters_may_be_lost():
 
 
 @pytest.mark.parametrize("text", ["word " * 5000, "0123456789" * 3000, "naïve café " * 3000])
-def test_a_model_folder_has_a_bound(tmp_path: Path, text: str):
+def test_tokenizer_of_a_model_folder_has_a_token_bound(tmp_path: Path, text: str):
     folder = make_tiny_model(tmp_path / "tiny")
     bound = token_bound(json.loads((folder / "tokenizer.json").read_text()))
     assert bound is not None

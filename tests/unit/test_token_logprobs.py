@@ -200,7 +200,7 @@ def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> No
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["none kept", "half kept"])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.7], ids=["", "entropy"])
-def test_equals_float64(
+def test_logprobs_entropies_and_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch,
     block_tokens: int,
     softcap: float | None,
@@ -215,7 +215,7 @@ def test_equals_float64(
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.7], ids=["", "entropy"])
-def test_candidates_equal_float64(
+def test_candidate_logprobs_equal_float64(
     monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, entropy_weight: float
 ) -> None:
     """The likeliest tokens in the place of each one, with their gradient, beside the sampled token's."""
@@ -235,7 +235,7 @@ def test_candidates_equal_float64(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
+def test_gradients_pass_numerical_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
     """Numerical derivatives in float64; the backward pass may run more than once."""
     set_block_tokens(monkeypatch, 16)
     problem = Problem.random(awkward_micro_batch(), torch.float64, softcap)
@@ -251,7 +251,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> No
     assert torch.autograd.gradcheck(compute, (hidden_UH, weight_VH), fast_mode=True)
 
 
-def test_gradcheck_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_gradients_pass_numerical_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     set_block_tokens(monkeypatch, 16)
     problem = Problem.random(awkward_micro_batch(num_candidates=4), torch.float64)
 
@@ -280,7 +280,7 @@ def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
     assert results.weight_grad_VH.abs().max() == 0
 
 
-def test_nothing_wanted(block_tokens: int) -> None:
+def test_batch_without_wanted_tokens_has_zero_gradients(block_tokens: int) -> None:
     """The weight has a gradient all the same: a rank without data takes part in the step."""
     results = Problem.random(EMPTY_MICRO_BATCH).measured()
     assert len(results.logprobs_N) == 0
@@ -326,14 +326,14 @@ def test_half_precision_under_a_mask_is_finite(dtype: torch.dtype, block_tokens:
         assert getattr(measured, name).isfinite().all(), name
 
 
-def test_without_a_gradient_the_numbers_are_the_same(block_tokens: int) -> None:
+def test_logprobs_without_a_gradient_are_the_same(block_tokens: int) -> None:
     problem = Problem.random(awkward_micro_batch())
     with torch.no_grad():
         logprobs_N, _, _ = projected_logprobs(problem.hidden_UH, problem.weight_VH, problem.micro_batch)
     assert torch.equal(logprobs_N, problem.measured().logprobs_N)
 
 
-def test_no_more_than_half_of_the_logits_ever_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_half_of_the_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of one token, so that a count of blocks is a count of tokens."""
     set_block_tokens(monkeypatch, 1)
     problem = Problem.random(awkward_micro_batch())
@@ -374,7 +374,7 @@ def shard_results(problems: list[Problem], rank: int, shards: list[slice], store
         torch.distributed.destroy_process_group()
 
 
-def test_a_vocabulary_in_shards_gives_the_numbers_of_the_whole_one(tmp_path: Path) -> None:
+def test_sharded_vocabulary_gives_the_logprobs_of_the_whole(tmp_path: Path) -> None:
     """Every rank has the same log-probs; gradients of hidden states add up, those of the weight are rows of
     the whole one's. In one shard a mask removes every token."""
     shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]

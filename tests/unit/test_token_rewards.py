@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_training_samples import rollout, summary, turn
+from handmade_rollouts import rollout, summary, turn
 
 from invrl.algorithms.advantages import dr_grpo
 from invrl.algorithms.credit import CreditRules
@@ -31,28 +31,35 @@ def rewards_of(*paths: Sequence[Turn], of: RolloutSummary, use: RewardUse = "rep
     return [sample.columns["rewards"].tolist() for sample in batch.samples]
 
 
-def test_the_final_reward_is_at_the_last_trained_token() -> None:
-    a, b = turn("a", None, [1, 2], [3, 4]), turn("b", "a", [5], [6, 7])
+def test_final_reward_is_placed_at_the_last_trained_token() -> None:
+    a = turn("a", None, [1, 2], [3, 4])
+    b = turn("b", "a", [5], [6, 7])
     assert rewards_of([a, b], of=summary(reward=2.0)) == [[0, 0, 0, 0, 0, 0, 2]]
     lost = replace(b, delivered=False)
     assert rewards_of([a, lost], of=summary(reward=2.0)) == [[0, 0, 0, 2]]
 
 
-def test_every_row_of_several_branches_ends_in_its_branch_s_reward() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+def test_each_row_ends_with_the_reward_of_its_branch() -> None:
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     of = replace(summary(reward=2.0), branch_rewards={"c": 0.5})
     assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0, 2], [0, 0, 0, 0.5]]
     assert rewards_of([a, b], [a, c], of=of, use="add") == [[0, 0, 0, 2], [0, 0, 0, 2.5]]
 
 
-def test_a_turn_s_reward_is_at_its_last_token_and_counts_once() -> None:
-    a, b, c = turn("a", None, [1], [2, 9]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+def test_turn_reward_is_placed_at_its_last_token_and_counts_once() -> None:
+    a = turn("a", None, [1], [2, 9])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     of = replace(summary(reward=1.0), turn_rewards={"a": 0.25, "c": 0.5})
     assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0.25, 0, 1], [0, 0, 0, 0, 1.5]]
 
 
-def test_the_reward_of_a_turn_that_is_not_trained_counts_for_what_led_to_it() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4], delivered=False), turn("c", "b", [5], [6])
+def test_reward_of_an_untrained_turn_moves_to_the_trained_turn_before() -> None:
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4], delivered=False)
+    c = turn("c", "b", [5], [6])
     of = replace(summary(reward=1.0), turn_rewards={"b": 0.5})
     assert rewards_of([a, b, c], of=of) == [[0, 0.5, 0, 0, 0, 1]]
     first = replace(a, delivered=False)
@@ -60,8 +67,9 @@ def test_the_reward_of_a_turn_that_is_not_trained_counts_for_what_led_to_it() ->
     assert rewards_of([first, replace(b, delivered=True)], of=of) == [[0, 0, 0, 1]]
 
 
-def test_children_have_their_own_rewards() -> None:
-    a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
+def test_child_sessions_have_their_own_token_rewards() -> None:
+    a = turn("a", None, [1], [2])
+    k = replace(turn("k", None, [1], [2]), session_id="kid")
     of = replace(summary(reward=1.0), child_rewards={"kid": 3.0}, child_reward_from={"kid": "kid"})
     assert rewards_of([a], [k], of=of) == [[0, 1], [0, 3]]
     assert rewards_of([a], [k], of=of, use="add") == [[0, 1], [0, 4]]
@@ -69,7 +77,7 @@ def test_children_have_their_own_rewards() -> None:
     assert rewards_of([a], [k], of=heir, use="add") == [[0, 1], [0, 1]]
 
 
-def test_columns_are_added_on_trained_tokens() -> None:
+def test_reward_columns_are_added_on_trained_tokens() -> None:
     turns = [turn("a", None, [1], [2, 3])]
     column_T = np.array([9.0, 0.25, -1.0], np.float32)
     mask_T = np.array([False, True, True])
@@ -79,7 +87,7 @@ def test_columns_are_added_on_trained_tokens() -> None:
     assert nothing_T.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_column_that_rows_do_not_have_is_refused() -> None:
+def test_missing_reward_column_is_refused() -> None:
     of = summary()
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))

@@ -34,13 +34,13 @@ def test_a_copied_run_folder_shows_text_without_the_model(model: Path, tmp_path:
     assert joined.replace("\\xf0\\x9f\\x99\\x82", "🙂").replace("\\xc3\\xa9", "é") == text
 
 
-def test_the_runs_own_template_takes_the_place_of_the_models(model: Path, tmp_path: Path) -> None:
+def test_template_of_the_run_replaces_the_models(model: Path, tmp_path: Path) -> None:
     copy_tokenizer(model, tmp_path, chat_template="{{ messages }}")
     copy_tokenizer(model, tmp_path, chat_template="{{ messages }}")
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_a_file_over_the_limit_is_left_out(
+def test_tokenizer_file_over_the_size_limit_is_left_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (model / "tokenizer.json").stat().st_size
@@ -51,7 +51,7 @@ def test_a_file_over_the_limit_is_left_out(
     assert token_reader(tmp_path / "run", model) is not None
 
 
-def test_a_torn_copy_is_no_tokenizer(model: Path, tmp_path: Path) -> None:
+def test_torn_tokenizer_copy_is_not_used(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / TOKENIZER_NAME
     copy_tokenizer(model, folder)
     content = (folder / "tokenizer.json").read_bytes()
@@ -60,7 +60,7 @@ def test_a_torn_copy_is_no_tokenizer(model: Path, tmp_path: Path) -> None:
     assert token_reader(tmp_path, model) is not None
 
 
-def test_an_id_beside_the_vocabulary_has_a_name(model: Path, tmp_path: Path) -> None:
+def test_id_outside_of_the_vocabulary_has_a_name(model: Path, tmp_path: Path) -> None:
     reader = token_reader(tmp_path, model)
     assert reader is not None
     assert reader.texts([10**6, -1]) == ["<1000000>", "<-1>"]

@@ -11,16 +11,16 @@ from pathlib import Path
 import openai
 import pytest
 from fakes import fake_logprob
-from test_gateway_turns import ASK, Running, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
+from running_gateway import ASK, Running, running
 
 from invrl.engines.sglang_answers import decode_event
 from invrl.errors import ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
 
-TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
+TEXT = "Hi ünïcödé 漢 all of us, and then more"
+END = 2
+TOP = 3
 STREAMED = [False, True]
 
 
@@ -48,11 +48,13 @@ def expected(renderer: Renderer) -> list[list[tuple[str, float]]]:
 
 def shown(logprobs: list) -> list[list[tuple[str, float]]]:
     """Of chat completions and responses, which must agree with what they say of the sampled token."""
-    for each in logprobs:
-        top = each.top_logprobs[0]
-        assert (top.token, top.logprob, top.bytes) == (each.token, each.logprob, each.bytes)
-        assert all(bytes(one.bytes).decode() == one.token for one in each.top_logprobs)
-    return [[(one.token, one.logprob) for one in each.top_logprobs] for each in logprobs]
+    for place in logprobs:
+        top = place.top_logprobs[0]
+        assert top.token == place.token
+        assert top.logprob == place.logprob
+        assert top.bytes == place.bytes
+        assert all(bytes(token.bytes).decode() == token.token for token in place.top_logprobs)
+    return [[(token.token, token.logprob) for token in each.top_logprobs] for each in logprobs]
 
 
 async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
@@ -64,32 +66,32 @@ async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_chat(gateway: Running, renderer: Renderer, stream: bool):
+async def test_chat_returns_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     assert shown(told) == expected(renderer)
     await recorded(gateway, session)
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_chat_without_them_asks_for_none(gateway: Running, stream: bool):
+async def test_chat_with_0_top_logprobs_requests_none(gateway: Running, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
     assert told
     assert all(each.top_logprobs == [] for each in told)
     await recorded(gateway, session, top=0)
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_completions(gateway: Running, renderer: Renderer, stream: bool):
+async def test_completions_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     """A dictionary by text: of tokens that look alike (pieces of characters) the likeliest stays."""
     [session] = await gateway.open()
     answer = await gateway.client(session).completions.create(
@@ -98,14 +100,14 @@ async def test_completions(gateway: Running, renderer: Renderer, stream: bool):
     pieces = [event.choices[0] async for event in answer] if stream else answer.choices
     told = [piece.logprobs for piece in pieces if piece.logprobs]
     wanted = [dict(reversed(place)) for place in expected(renderer)]
-    assert [each for one in told for each in one.top_logprobs] == wanted
+    assert [token for one in told for token in one.top_logprobs] == wanted
     tokens = [token for one in told for token in one.tokens]
     assert [each for one in told for each in one.text_offset] == [0, *accumulate(map(len, tokens))][:-1]
     await recorded(gateway, session)
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_responses(gateway: Running, renderer: Renderer, stream: bool):
+async def test_responses_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
     [session] = await gateway.open()
     answer = await gateway.client(session).responses.create(
         model="tiny",
@@ -127,7 +129,7 @@ async def test_responses(gateway: Running, renderer: Renderer, stream: bool):
     await recorded(gateway, session)
 
 
-async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
+async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_shown(gateway: Running):
     [session] = await gateway.open()
     client = gateway.client(session)
     chat = {"model": "tiny", "messages": [ASK]}
@@ -149,6 +151,6 @@ async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
         b'{"meta_info": {"output_token_logprobs": [[null, 1]]}}',
     ],
 )
-def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_fleet(answer: bytes):
+def test_unreadable_engine_reply_is_a_server_error(answer: bytes):
     with pytest.raises(ServerError, match="cannot be read"):
         decode_event(answer)

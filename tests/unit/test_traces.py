@@ -234,7 +234,7 @@ def open_at(collector: Collector, service: str) -> Traces:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turns_trace_goes_from_the_agents_call_to_the_first_weights_that_contain_it(
+async def test_trace_of_a_turn_goes_from_the_agents_call_to_the_first_weights_trained_on_it(
     tmp_path: Path, model: Path, collector: Collector, stream: bool
 ) -> None:
     in_gateway = open_at(collector, "invrl-gateway")
@@ -297,7 +297,7 @@ async def test_without_a_proper_traceparent_a_trace_begins_at_the_gateway(
     assert chain["agent_call"].parent_span_id == b""
 
 
-async def test_a_trace_that_the_agent_does_not_sample_is_passed_on_and_not_sent(
+async def test_trace_not_sampled_by_the_agent_is_forwarded_and_not_exported(
     tmp_path: Path, model: Path, collector: Collector
 ) -> None:
     traces = open_at(collector, "invrl-gateway")
@@ -312,7 +312,7 @@ async def test_a_trace_that_the_agent_does_not_sample_is_passed_on_and_not_sent(
     assert collector.spans == []
 
 
-async def test_nothing_is_recorded_or_passed_on_while_it_is_off(tmp_path: Path, model: Path) -> None:
+async def test_no_trace_is_recorded_or_forwarded_if_tracing_is_off(tmp_path: Path, model: Path) -> None:
     async with gateway(tmp_path, model, None) as running:
         turn = await running.call({"traceparent": TRACEPARENT})
         assert running.place(turn) is None
@@ -320,7 +320,7 @@ async def test_nothing_is_recorded_or_passed_on_while_it_is_off(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refuses", "never answers"])
-def test_a_dead_collector_holds_nobody_up(silent: bool) -> None:
+def test_dead_collector_does_not_hold_up_requests(silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # never accepts
         port = listener.getsockname()[1]
         if not silent:
@@ -376,7 +376,7 @@ def first_start(collector: Collector) -> Callable[[str], int]:
     return start
 
 
-def test_an_exception_is_recorded_by_its_type_alone(collector: Collector) -> None:
+def test_exception_is_recorded_only_by_its_type(collector: Collector) -> None:
     traces = open_at(collector, "invrl-gateway")
     with (
         pytest.raises(ValueError, match="secret"),
@@ -391,7 +391,7 @@ def test_an_exception_is_recorded_by_its_type_alone(collector: Collector) -> Non
     assert b"ValueError" in b"".join(collector.bodies)
 
 
-def test_the_endpoint_is_the_settings_or_that_of_the_standard_variables(
+def test_trace_endpoint_comes_from_the_settings_or_the_standard_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"):
@@ -424,7 +424,7 @@ def test_the_endpoint_is_the_settings_or_that_of_the_standard_variables(
         ),
     ],
 )
-def test_settings_that_cannot_work_end_before_the_start(tables: dict, field: str, says: str) -> None:
+def test_unusable_trace_settings_are_refused_before_the_start(tables: dict, field: str, says: str) -> None:
     model = {"model": {"model_path": "m"}}
     with pytest.raises(ConfigError) as refused:
         check_traces(resolve(Source(name="test", tables={**model, **tables})))
@@ -443,7 +443,7 @@ def test_settings_that_cannot_work_end_before_the_start(tables: dict, field: str
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:secret@h"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "HEADERS"),
     ],
 )
-def test_variables_that_cannot_work_end_before_the_start(
+def test_unusable_trace_variables_are_refused_before_the_start(
     variables: dict[str, str], field: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(Source(name="test", tables={"model": {"model_path": "m"}}))
@@ -465,7 +465,7 @@ def test_variables_that_cannot_work_end_before_the_start(
     check_traces(config)
 
 
-def test_a_missing_sdk_ends_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trace_sdk_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = partial(resolve, Source(name="m", tables={"model": {"model_path": "m"}}))
     monkeypatch.setattr("invrl.observe.trace_checks.lacks_sdk", lambda: True)
     check_traces(config())

@@ -42,7 +42,7 @@ def record_of(batch: TrainBatch, index: int) -> TokenRecord:
     )
 
 
-def test_each_turn_gets_the_numbers_of_its_own_tokens() -> None:
+def test_each_turn_has_the_record_of_its_own_tokens() -> None:
     """Of three turns the second is context here, as one that another row trains; the third follows the second
     without a token between them."""
     row = row_of_turns(("a", 2, 3, True), ("b", 1, 2, False), ("c", 0, 2, True))
@@ -68,7 +68,7 @@ def test_a_sampled_token_without_a_logprob_is_not_trained() -> None:
     assert turn.advantages_N.tolist() == [0, 1, 2]
 
 
-def test_rows_that_no_step_saw_and_rows_without_turns_leave_nothing() -> None:
+def test_untrained_rows_and_rows_without_turns_leave_no_record() -> None:
     with_turns = row_of_turns(("a", 1, 2, True))
     batch = batch_of(with_turns, replace(row_of_turns(("b", 1, 2, True)), turn_ids=(), turn_spans=()))
     assert trained_turns(batch, [None, record_of(batch, 1)]) == []
@@ -76,7 +76,7 @@ def test_rows_that_no_step_saw_and_rows_without_turns_leave_nothing() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_records_come_back_in_the_order_of_the_batch(ranks: int, steps: int) -> None:
+def test_token_records_are_in_the_order_of_the_batch(ranks: int, steps: int) -> None:
     """Although mini-batches and replicas divide the samples by group and by cost."""
     rows = [
         replace(row_of_turns((f"turn-{index}", 1, 1 + index % 4, True)), group_id=f"group-{index % 3}")
@@ -95,7 +95,7 @@ def test_records_come_back_in_the_order_of_the_batch(ranks: int, steps: int) -> 
         assert record.advantages_N.tolist() == record_of(batch, index).advantages_N.tolist()
 
 
-def test_no_record_at_all_is_nothing() -> None:
+def test_batch_whose_step_made_no_records_has_none() -> None:
     batch = batch_of(row_of_turns(("a", 1, 2, True)))
     shards = shard_batch(batch, ranks=1, steps=1)
     assert records_of_batch(batch, shards, [()]) == ()
@@ -106,7 +106,7 @@ def some_turns() -> list[TrainedTurn]:
     return trained_turns(batch, [record_of(batch, 0), record_of(batch, 1)])
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_token_record_file_is_read_back_unchanged(tmp_path: Path) -> None:
     written = some_turns()
     write_trained_tokens(tmp_path / "trained_tokens", 12, written)
     assert [path.name for path in (tmp_path / "trained_tokens").iterdir()] == ["step-00000012.npz"]
@@ -118,14 +118,14 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
             assert getattr(found[turn.turn_id], name).dtype == getattr(turn, name).dtype
 
 
-def test_a_step_without_turns_and_a_step_without_a_file_have_none(tmp_path: Path) -> None:
+def test_step_without_turns_or_file_has_no_token_records(tmp_path: Path) -> None:
     write_trained_tokens(tmp_path, 1, [])
     assert read_trained_tokens(tmp_path, 1) == {}
     assert read_trained_tokens(tmp_path, 2) == {}
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, 0.5, 0.99])
-def test_a_torn_file_is_an_error_that_names_it(kept: float, tmp_path: Path) -> None:
+def test_torn_token_record_file_is_an_error_that_names_the_file(kept: float, tmp_path: Path) -> None:
     write_trained_tokens(tmp_path, 1, some_turns())
     path = tokens_path(tmp_path, 1)
     content = path.read_bytes()
@@ -134,7 +134,7 @@ def test_a_torn_file_is_an_error_that_names_it(kept: float, tmp_path: Path) -> N
         read_trained_tokens(tmp_path, 1)
 
 
-def test_arrays_that_do_not_fit_and_pickles_are_refused(tmp_path: Path) -> None:
+def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(tmp_path: Path) -> None:
     arrays = {
         "format": np.int64(1),
         "turn_ids": np.array(["a"]),
@@ -150,20 +150,20 @@ def test_arrays_that_do_not_fit_and_pickles_are_refused(tmp_path: Path) -> None:
             read_trained_tokens(tmp_path, step)
 
 
-def test_a_file_of_a_later_version_says_so(tmp_path: Path) -> None:
+def test_token_record_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
     np.savez(tokens_path(tmp_path, 1), format=np.int64(2))
     with pytest.raises(RunStoreError, match="later version"):
         read_trained_tokens(tmp_path, 1)
 
 
-def test_a_resumed_run_forgets_the_steps_that_are_lost(tmp_path: Path) -> None:
+def test_resumed_run_removes_token_records_of_lost_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         write_trained_tokens(tmp_path, step, some_turns())
     forget_steps(tmp_path, after_step=2)
     assert recorded_steps(tmp_path) == [1, 2]
 
 
-def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
+def test_unwritable_token_record_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "trained_tokens").write_text("in the way")
     recorder = TokenRecorder(tmp_path / "trained_tokens", done=0)
     batch = batch_of(row_of_turns(("a", 2, 3, True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from training_rows import training_rows
 
 from invrl.algorithms.advantages import dr_grpo, grpo
@@ -21,80 +20,12 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
 from invrl.types import (
-    FinishReason,
     Group,
-    Rollout,
     RolloutSummary,
     TakenBatch,
-    Trajectory,
     Turn,
-    VersionSpan,
     WeightVersion,
 )
-
-
-def turn(
-    id: str,
-    parent: str | None,
-    context: Sequence[int],
-    sampled: Sequence[int],
-    *,
-    version: int = 0,
-    finish: FinishReason = "stop",
-    delivered: bool = True,
-    temperature: float = 1.0,
-) -> Turn:
-    """The log-prob of token n is -n/100, so that a row can be checked by its ids."""
-    return Turn(
-        id=id,
-        session_id="s",
-        parent_id=parent,
-        context_ids_T=np.array(context, np.int32),
-        sampled_ids_T=np.array(sampled, np.int32),
-        logprobs_T=np.array(sampled, np.float32) / -100,
-        spans=(VersionSpan(version=WeightVersion(version), start=0, end=len(sampled)),),
-        finish_reason=finish,
-        request_digest="",
-        delivered=delivered,
-        temperature=temperature,
-        prompt_tokens=len(context),
-        cached_tokens=0,
-        fork_reason="",
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def summary(
-    session_id: str = "s", group_id: str = "g", index: int = 0, reward: float = 1.0
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=session_id,
-        task_id="t",
-        group_id=group_id,
-        index=index,
-        attempt=2,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=1,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=1,
-        trained_tokens=1,
-        truncated=False,
-        oldest_version=WeightVersion(0),
-        newest_version=WeightVersion(0),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def rollout(*paths: Sequence[Turn], of: RolloutSummary | None = None) -> Rollout:
-    return Rollout(
-        summary=of or summary(), trajectories=tuple(Trajectory(turns=tuple(path)) for path in paths)
-    )
 
 
 def test_one_branch_is_one_row() -> None:
@@ -105,7 +36,10 @@ def test_one_branch_is_one_row() -> None:
     assert row.loss_mask_T.tolist() == [False, False, True, True, False, True]
     assert row.rollout_logprobs_T.tolist() == pytest.approx([0, 0, -0.03, -0.04, 0, -0.06])
     assert row.versions_T.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert (row.turn_ids, row.group_id, row.rollout_id, row.attempt) == (("a", "b"), "g", "s", 2)
+    assert row.turn_ids == ("a", "b")
+    assert row.group_id == "g"
+    assert row.rollout_id == "s"
+    assert row.attempt == 2
     assert [array.dtype for array in (row.tokens_T, row.rollout_logprobs_T, row.versions_T)] == [
         np.int32,
         np.float32,
@@ -133,7 +67,7 @@ def test_an_undelivered_or_aborted_leaf_is_cut_off() -> None:
     assert row.tokens_T.tolist() == [1, 2]
 
 
-def test_what_an_undelivered_leaf_leaves_is_not_a_row_beside_a_longer_branch() -> None:
+def test_branch_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_branch_contains_it() -> None:
     a = turn("a", None, [1], [2])
     lost = turn("b", "a", [3], [4], delivered=False)
     c = turn("c", "a", [5], [6])
@@ -170,40 +104,6 @@ def test_several_temperatures_in_a_row_are_refused() -> None:
         training_rows(rollout([a, b]))
 
 
-@st.composite
-def forests(draw: st.DrawFn) -> list[Turn]:
-    """Random forests of up to 8 turns; every sampled id is unique, so tokens can be counted."""
-    ids = itertools.count(1)
-    turns: list[Turn] = []
-    for n in range(draw(st.integers(1, 8))):
-        parent = draw(st.sampled_from([None, *(t.id for t in turns)]))
-        turns.append(
-            turn(
-                f"t{n}",
-                parent,
-                [next(ids) for _ in range(draw(st.integers(1, 3)))],
-                [next(ids) for _ in range(draw(st.integers(0, 3)))],
-                delivered=draw(st.booleans()),
-                finish=draw(st.sampled_from(["stop", "length", "abort"])),
-                version=draw(st.integers(0, 3)),
-            )
-        )
-    return turns
-
-
-def branches(turns: list[Turn]) -> list[list[Turn]]:
-    by_id = {t.id: t for t in turns}
-    paths = []
-    for leaf in turns:
-        if any(t.parent_id == leaf.id for t in turns):
-            continue
-        path = [leaf]
-        while (parent := path[0].parent_id) is not None:
-            path.insert(0, by_id[parent])
-        paths.append(path)
-    return paths
-
-
 @settings(max_examples=200, deadline=None)
 @given(turns=forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
@@ -229,27 +129,12 @@ def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> Non
 # ------------------------------------------------------------------ batches
 
 
-def taken(*groups: tuple[str, list[float]]) -> TakenBatch:
-    return TakenBatch(
-        batch_id=4,
-        version=WeightVersion(7),
-        groups=tuple(
-            Group(
-                id=name,
-                task_id="t",
-                rollouts_G=tuple(
-                    summary(f"{name}.{index}", name, index, reward) for index, reward in enumerate(rewards)
-                ),
-            )
-            for name, rewards in groups
-        ),
-    )
-
-
 def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     """Rewards 0, 0, 3: the mean is 1, though the rollout with 3 has two rows of three tokens in all."""
     batch = taken(("g", [0.0, 0.0, 3.0]))
-    a, b, c = turn("a", None, [1], [2, 3]), turn("b", "a", [4], [5]), turn("c", "a", [6], [7])
+    a = turn("a", None, [1], [2, 3])
+    b = turn("b", "a", [4], [5])
+    c = turn("c", "a", [6], [7])
     members = batch.groups[0].rollouts_G
     rollouts = [
         rollout([a], of=members[0]),
@@ -264,21 +149,25 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
 
 
-def test_of_two_rewards_on_a_branch_the_later_turns_counts_and_a_turns_own_comes_first() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", "a", [5], [6])
     own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
     rows = training_rows(rollout([a, b], [a, c], of=own))
     assert [row.reward for row in rows] == [0.5, 0.25]
 
 
 def test_untrained_roots_make_no_rows() -> None:
-    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", None, [5], [6])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    c = turn("c", None, [5], [6])
     of = replace(summary(), untrained_roots=("a",))
     (row,) = training_rows(rollout([a, b], [c], of=of))
     assert row.turn_ids == ("c",)
 
 
-def test_a_group_of_equal_final_rewards_counts_if_rewards_of_another_kind_differ() -> None:
+def test_group_with_equal_final_rewards_trains_if_turn_rewards_differ() -> None:
     (group,) = taken(("g", [1.0, 1.0])).groups
     assert nonzero_variance(group) == "zero_variance"
     first, second = group.rollouts_G
@@ -304,13 +193,13 @@ def test_groups_have_their_own_baselines() -> None:
     assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(expected, rel=1e-6)
 
 
-def test_missing_tokens_are_a_broken_invariant() -> None:
+def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
     with pytest.raises(RunStoreError, match=r"no tokens for session g\.0"):
         build_batch(taken(("g", [1.0])), [], grpo, 1e-4)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)])
-def test_what_a_users_advantage_returns_is_checked(wrong: np.ndarray) -> None:
+def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))
     with pytest.raises(PluginError, match="one finite advantage per reward"):
         build_batch(batch, [], lambda rewards_G, *, eps: wrong, 1e-4)
@@ -352,7 +241,9 @@ ALL_WAYS = [(baseline, use) for baseline in ("depth", "group") for use in ("repl
 
 
 @pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
-def test_equal_turn_rewards_in_a_failed_group_teach_nothing(baseline: RewardBaseline, use: RewardUse) -> None:
+def test_equal_turn_rewards_in_a_failed_group_give_zero_advantages(
+    baseline: RewardBaseline, use: RewardUse
+) -> None:
     """All eight fail, all eight turns earn 0.1. Compared with the final rewards each had +2.64."""
     assert judged([0.0] * 8, [[0.1]] * 8, baseline=baseline, use=use) == [[0.0]] * 8
 
@@ -364,7 +255,8 @@ def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
     """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final rewards both had -2.65."""
     calls = [0.1, -0.1, 0.1, -0.1, 0.1, 0.1, -0.1, -0.1]
     advantages = judged([1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use)
-    mean, deviation = statistics.mean(calls), statistics.stdev(calls)
+    mean = statistics.mean(calls)
+    deviation = statistics.stdev(calls)
     for call, (first, last) in zip(calls, advantages, strict=True):
         assert first == pytest.approx((call - mean) / (deviation + 1e-4), rel=1e-6)
         assert last == 0.0, "the answer has the final reward, and those are equal"
@@ -379,7 +271,7 @@ def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
     assert by_group == [pytest.approx([-value, value], rel=1e-6)] * 2
 
 
-def test_added_rewards_are_those_of_the_turn_and_of_later_ones_and_the_final_one() -> None:
+def test_added_reward_of_a_turn_includes_later_turns_and_the_final_reward() -> None:
     """Without a deviation, so that every number can be read off: final 0 and 2; turns 0, 4 and 1, 0."""
     advantages = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo)
     assert advantages == [[-1 - 0.5 + 2, -1 + 2], [1 + 0.5 - 2, 1 - 2]]
@@ -387,11 +279,11 @@ def test_added_rewards_are_those_of_the_turn_and_of_later_ones_and_the_final_one
     assert replaced == [[-0.5, 2.0], [0.5, -2.0]]
 
 
-def test_a_turn_that_alone_was_rewarded_has_nothing_to_be_compared_with() -> None:
+def test_only_rewarded_turn_has_zero_advantage() -> None:
     assert judged([0.0, 1.0], [[0.7], [None]], advantage_fn=dr_grpo) == [[0.0], [0.5]]
 
 
-def test_without_rewards_of_their_own_every_way_is_the_final_rewards() -> None:
+def test_all_turn_rules_equal_the_final_reward_without_turn_rewards() -> None:
     expected = [[-0.5, -0.5], [0.5, 0.5]]
     for baseline, use in ALL_WAYS:
         measured = judged([0.0, 1.0], [[None, None]] * 2, baseline=baseline, use=use, advantage_fn=dr_grpo)
@@ -401,8 +293,10 @@ def test_without_rewards_of_their_own_every_way_is_the_final_rewards() -> None:
 def family(use: RewardUse) -> list[list[float]]:
     """A group of two. The first rollout has a branch reward and a judged child with a child of its own; the
     second another branch reward, a judged child, and one that was not judged."""
-    a, b = turn("a", None, [1], [2]), turn("b", "a", [3], [4])
-    kid, grandkid = turn("k", None, [1], [2]), turn("l", None, [1], [2])
+    a = turn("a", None, [1], [2])
+    b = turn("b", "a", [3], [4])
+    kid = turn("k", None, [1], [2])
+    grandkid = turn("l", None, [1], [2])
     first = replace(
         summary("g.0", "g", 0, 0.0),
         branch_rewards={"b": 5.0},
@@ -410,8 +304,10 @@ def family(use: RewardUse) -> list[list[float]]:
         child_rewards={"kid": 3.0, "grandkid": 3.0},
         child_reward_from={"kid": "kid", "grandkid": "kid"},
     )
-    c, d = turn("c", None, [1], [2]), turn("d", "c", [3], [4])
-    other, heir = turn("m", None, [1], [2]), turn("n", None, [1], [2])
+    c = turn("c", None, [1], [2])
+    d = turn("d", "c", [3], [4])
+    other = turn("m", None, [1], [2])
+    heir = turn("n", None, [1], [2])
     second = replace(
         summary("g.1", "g", 1, 1.0),
         branch_rewards={"d": 1.0},
@@ -431,16 +327,17 @@ def family(use: RewardUse) -> list[list[float]]:
     return [row_T[1::2].tolist() for row_T in made.advantages]
 
 
-def test_branches_and_children_are_compared_with_their_like() -> None:
+def test_branches_and_children_are_compared_only_with_each_other() -> None:
     """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs counts with them; one that
     was not judged has the final reward)."""
     assert family("replace") == [[2.0, 2.0], [1.0], [1.0], [-2.0, -2.0], [-1.0], [0.5]]
     assert family("add") == [[1.5, 1.5], [0.5], [0.5], [-1.5, -1.5], [-0.5], [0.5]]
 
 
-def test_turns_of_children_are_not_compared_with_the_main_conversation_s() -> None:
+def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None:
     """Each is the only one of its level."""
-    a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
+    a = turn("a", None, [1], [2])
+    k = replace(turn("k", None, [1], [2]), session_id="kid")
     first = replace(summary("g.0", "g", 0, 0.0), turn_rewards={"a": 1.0}, turn_levels={"a": "main/0"})
     second = replace(
         summary("g.1", "g", 1, 0.0),

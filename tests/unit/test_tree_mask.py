@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import rows
 from test_context_share import shares_of, sights
-from test_packing import rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -82,7 +82,7 @@ def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
 
 @given(data=rows(), ranks=st.integers(1, 3), window=st.sampled_from([None, 1, 3]))
 @settings(max_examples=60, deadline=None)
-def test_a_query_sees_what_its_block_shows_it(data: list[Row], ranks: int, window: int | None) -> None:
+def test_mask_shows_each_query_the_keys_of_its_block(data: list[Row], ranks: int, window: int | None) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     for share in shares_of(micro_batch, ranks):
         expected = sights(list(blocks_of(share, window)))
@@ -97,7 +97,7 @@ def test_a_query_sees_what_its_block_shows_it(data: list[Row], ranks: int, windo
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tiles_are_those_that_torch_finds(ranks: int, window: int | None) -> None:
+def test_mask_tiles_equal_those_computed_by_torch(ranks: int, window: int | None) -> None:
     for share in shares_of(forest(), ranks):
         mask = TreeMask.of(share, window, CPU).mask
         assert isinstance(mask.seq_lengths, tuple)
@@ -137,7 +137,7 @@ def forward_and_backward(
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_output_and_gradients_are_those_of_one_call_per_block(
+def test_flex_attention_equals_one_call_per_block(
     ranks: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -149,7 +149,7 @@ def test_output_and_gradients_are_those_of_one_call_per_block(
 
 
 @pytest.mark.parametrize("in_one_kernel", [True, False])
-def test_layers_of_each_window_have_their_mask(in_one_kernel: bool) -> None:
+def test_layers_of_each_window_size_have_their_own_mask(in_one_kernel: bool) -> None:
     device.prepare()
     from invrl.train.attention import PackedRow
 
@@ -178,7 +178,7 @@ def test_layers_of_each_window_have_their_mask(in_one_kernel: bool) -> None:
         (9, torch.bfloat16, None, False),
     ],
 )
-def test_few_long_rows_are_calls_of_flash_attention(
+def test_few_long_rows_use_flash_attention_calls(
     num_rows: int, dtype: torch.dtype, window: int | None, calls_are_faster: bool
 ) -> None:
     device.prepare()
@@ -196,7 +196,7 @@ def test_few_long_rows_are_calls_of_flash_attention(
     assert isinstance(packed_row.attention[window], TreeMask) != calls_are_faster
 
 
-def test_rows_that_share_a_prefix_are_one_kernel() -> None:
+def test_rows_that_share_a_prefix_use_one_kernel() -> None:
     device.prepare()
     from invrl.train.attention import PackedRow
 
@@ -213,7 +213,7 @@ def forward_only(attention: RowAttention, share: ContextShare) -> torch.Tensor:
     return attention.attend(queries, queries, queries, scale=SCALE)
 
 
-def test_few_kernels_serve_all_lengths() -> None:
+def test_all_lengths_share_a_few_compiled_kernels() -> None:
     """torch stops compiling after eight, and then computes from the whole matrix of scores."""
     _compiled_attention.cache_clear()
     torch._dynamo.reset()
@@ -230,7 +230,7 @@ def test_few_kernels_serve_all_lengths() -> None:
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_the_kernels_of_both_passes_know_that_no_tile_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_both_passes_have_no_partial_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     options: dict[str, dict[str, Any]] = {}
 
@@ -261,7 +261,7 @@ def test_the_kernels_of_both_passes_know_that_no_tile_is_cut_off(monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_compiled_kernel_is_within_rounding_of_the_float32_calls(
+def test_compiled_kernel_equals_the_float32_calls_within_rounding(
     ranks: int, window: int | None, dtype: torch.dtype
 ) -> None:
     target = torch.device("cuda")

@@ -71,7 +71,7 @@ def turns(parts: Noting) -> GpuTurns:
     return GpuTurns(parts, parts, suspend=parts.suspend, update=parts.update)
 
 
-async def test_memory_is_free_before_it_is_taken() -> None:
+async def test_gpu_memory_is_freed_before_the_other_side_takes_it() -> None:
     parts = Noting()
     both = turns(parts)
     for step in (1, 2):
@@ -80,7 +80,7 @@ async def test_memory_is_free_before_it_is_taken() -> None:
     assert parts.calls == [*TO_TRAINER, *TO_ENGINES] * 2
 
 
-async def test_engines_that_do_not_sleep_keep_their_turn() -> None:
+async def test_engines_that_fail_to_sleep_keep_their_turn() -> None:
     parts = Noting()
     parts.fails_in = "engines sleep"
     with pytest.raises(WeightSyncError):
@@ -89,7 +89,7 @@ async def test_engines_that_do_not_sleep_keep_their_turn() -> None:
 
 
 @pytest.mark.parametrize("phase", TO_ENGINES[:-1])
-async def test_the_trainers_turn_ends_however_its_update_does(phase: str) -> None:
+async def test_turn_of_the_trainer_ends_even_if_its_update_fails(phase: str) -> None:
     parts = Noting()
     both = turns(parts)
     await both.give_to_trainer()

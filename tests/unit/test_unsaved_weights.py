@@ -51,7 +51,7 @@ async def ended(
     return notes
 
 
-async def test_weights_without_a_checkpoint_are_saved(tmp_path: Path) -> None:
+async def test_interrupted_run_saves_weights_newer_than_its_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     *_, where = await ended(EndedTrainer(5), checkpoints)
     model = tmp_path / "model-000005"
@@ -61,7 +61,7 @@ async def test_weights_without_a_checkpoint_are_saved(tmp_path: Path) -> None:
     assert "there is no checkpoint to resume from" in where
 
 
-async def test_steps_count_from_the_checkpoint_that_the_incarnation_began_with(tmp_path: Path) -> None:
+async def test_unsaved_steps_count_from_the_incarnations_first_checkpoint(tmp_path: Path) -> None:
     before = Checkpoints(tmp_path)
     await before.save(cast(Any, EndedTrainer(4)), 4, b"")
     *_, where = await ended(EndedTrainer(3), Checkpoints(tmp_path), begun_at=4)
@@ -69,7 +69,7 @@ async def test_steps_count_from_the_checkpoint_that_the_incarnation_began_with(t
     assert "a run resumes from step 4" in where
 
 
-async def test_what_is_saved_already_is_only_named(tmp_path: Path) -> None:
+async def test_weights_that_are_already_saved_are_only_named(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     saved = await checkpoints.save(cast(Any, EndedTrainer(5)), 5, b"")
     (where,) = await ended(EndedTrainer(5), checkpoints)
@@ -77,18 +77,18 @@ async def test_what_is_saved_already_is_only_named(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005"]
 
 
-async def test_nothing_is_said_where_nothing_was_learnt(tmp_path: Path) -> None:
+async def test_run_without_a_step_saves_and_prints_nothing(tmp_path: Path) -> None:
     assert await ended(EndedTrainer(0), Checkpoints(tmp_path), begun_at=4) == []
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_lost_incarnations_model_of_the_same_step_is_not_taken_for_ours(tmp_path: Path) -> None:
+async def test_model_of_a_lost_incarnation_at_the_same_step_is_replaced(tmp_path: Path) -> None:
     await ended(EndedTrainer(6), Checkpoints(tmp_path))
     await ended(EndedTrainer(2), Checkpoints(tmp_path), begun_at=4)
     assert (tmp_path / "model-000006" / "model.safetensors").read_text() == "2"
 
 
-async def test_a_dead_trainer_is_told_in_one_line_with_what_is_saved(tmp_path: Path) -> None:
+async def test_dead_trainer_is_reported_in_one_line_with_the_saved_model(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     await checkpoints.save_model(cast(Any, EndedTrainer(3)), 3)
     reason, where = await ended(EndedTrainer(4, dead=True), checkpoints)
@@ -96,7 +96,7 @@ async def test_a_dead_trainer_is_told_in_one_line_with_what_is_saved(tmp_path: P
     assert str(tmp_path / "model-000003") in where
 
 
-async def test_a_batch_under_way_is_waited_for(tmp_path: Path) -> None:
+async def test_saving_waits_for_the_running_batch(tmp_path: Path) -> None:
     trainer = EndedTrainer(5)
     trainer.busy = asyncio.Event()
     saving = asyncio.create_task(ended(trainer, Checkpoints(tmp_path)))
@@ -107,14 +107,14 @@ async def test_a_batch_under_way_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "model-000005").is_dir()
 
 
-async def test_but_not_for_ever(tmp_path: Path) -> None:
+async def test_saving_waits_for_the_running_batch_only_until_its_deadline(tmp_path: Path) -> None:
     trainer = EndedTrainer(5)
     trainer.busy = asyncio.Event()
     (reason,) = await ended(trainer, Checkpoints(tmp_path), within_s=0.0)
     assert reason == "the newest weights could not be saved: not within 0 s"
 
 
-async def test_an_interrupt_during_the_commit_leaves_a_checkpoint(
+async def test_interrupt_during_the_commit_leaves_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread goes on: whoever cancelled finds the folder as it will stay."""

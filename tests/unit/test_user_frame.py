@@ -147,7 +147,7 @@ async def test_an_exception_names_the_innermost_line_of_user_code(
         ),
     ],
 )
-async def test_what_is_no_number_is_named_with_its_fix_and_where_it_is_returned(
+async def test_reward_that_is_not_a_number_is_named_with_its_line_and_fix(
     in_folder: Callable[[str], Any], name: str, value: str, fix: str, line: str
 ) -> None:
     failure = await failure_of(in_folder(name))
@@ -158,7 +158,9 @@ async def test_what_is_no_number_is_named_with_its_fix_and_where_it_is_returned(
     assert place == line
 
 
-async def test_the_reward_function_s_fault_is_its_own(in_folder: Callable[[str], Any]) -> None:
+async def test_error_in_the_reward_function_names_the_reward_function(
+    in_folder: Callable[[str], Any],
+) -> None:
     function = in_folder("fine")
     failure = await failure_of(function, sys.modules["my_agent"].score)
     assert failure.reason is FailureReason.BAD_REWARD
@@ -175,7 +177,7 @@ async def test_code_without_a_source_has_no_line() -> None:
     assert "\nat " not in failure.detail
 
 
-async def test_a_long_value_is_cut_and_one_that_cannot_be_shown_is_said_so() -> None:
+async def test_long_value_is_truncated_and_an_unprintable_value_is_named() -> None:
     class Unshowable:
         def __repr__(self) -> str:
             raise RuntimeError

@@ -18,7 +18,9 @@ NUMBERS = st.floats(-5, 5, allow_nan=False, width=32)
     tokens=st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=20),
     clip=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
 )
-def test_the_loss_is_the_larger_of_two_squares(tokens: list[tuple[float, float, float]], clip: float) -> None:
+def test_clipped_value_loss_is_the_larger_of_two_squares(
+    tokens: list[tuple[float, float, float]], clip: float
+) -> None:
     values_N, old_N, returns_N = (torch.tensor(column).double() for column in zip(*tokens, strict=True))
     losses_N = value_losses(values_N, old_N, returns_N, clip)
     for loss, (value, old, target) in zip(losses_N.tolist(), tokens, strict=True):
@@ -29,7 +31,7 @@ def test_the_loss_is_the_larger_of_two_squares(tokens: list[tuple[float, float, 
         assert loss == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-def test_a_value_that_moved_too_far_has_no_gradient() -> None:
+def test_value_beyond_the_clip_has_no_gradient() -> None:
     """Towards its return. Away from it, the plain square is larger and pulls it back."""
     values_N = torch.tensor([0.5, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     outputs = value_loss(
@@ -48,7 +50,7 @@ def test_a_value_that_moved_too_far_has_no_gradient() -> None:
     assert metrics["value_mean"] == pytest.approx(1.1 / 3)
 
 
-def test_without_a_bound_the_gradient_is_that_of_a_square() -> None:
+def test_value_loss_without_a_clip_has_the_gradient_of_a_square() -> None:
     rng = np.random.default_rng(0)
     values_N = torch.from_numpy(rng.normal(size=8)).requires_grad_()
     returns_N = torch.from_numpy(rng.normal(size=8))

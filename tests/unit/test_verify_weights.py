@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_run_folder import config
+from run_config import config
 
 from invrl.cli.main import main
 from invrl.errors import ServerError, WeightSyncError
@@ -104,7 +104,7 @@ def newcomers(updater: WeightUpdater) -> Newcomers:
     return updater._transaction._newcomers
 
 
-def test_all_equal_is_exit_code_0(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_weights_exit_with_0(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Fleet(e0=Receiver(read_back(a="1", b="2")), e1=Receiver(read_back(a="1", b="2")))
     assert ask(folder, updater_of(fleet).verify) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -125,7 +125,7 @@ def test_all_equal_is_exit_code_0(folder: RunFolder, capsys: pytest.CaptureFixtu
         (WeightSyncError("no reply"), "e1: cannot be read: no reply"),
     ],
 )
-def test_one_engine_that_is_not_equal_is_named_and_exit_code_1(
+def test_unequal_engine_is_named_and_exits_with_1(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], held: ReadBack | Exception, said: str
 ) -> None:
     fleet = Fleet(
@@ -140,13 +140,13 @@ def test_one_engine_that_is_not_equal_is_named_and_exit_code_1(
     assert fleet.evicted == []
 
 
-def test_an_engine_that_stays_paused_leaves_the_fleet(folder: RunFolder) -> None:
+def test_engine_that_stays_paused_after_verification_is_evicted(folder: RunFolder) -> None:
     fleet = Fleet(e0=Receiver(ServerError("gone"), resumes=False))
     assert ask(folder, updater_of(fleet).verify) == 1
     assert fleet.evicted == ["e0"]
 
 
-def test_it_waits_for_an_update_and_says_so_if_that_does_not_end(
+def test_verification_waits_for_an_update_and_reports_one_that_does_not_end(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     updater = updater_of(Fleet(e0=Receiver(read_back(a="1", b="2"))))
@@ -171,7 +171,7 @@ def test_it_waits_for_an_update_and_says_so_if_that_does_not_end(
     assert "a weight update has been in progress for 0 s" in capsys.readouterr().out
 
 
-async def test_an_update_waits_for_it_and_gives_it_up_at_the_deadline() -> None:
+async def test_update_waits_for_a_verification_only_until_its_deadline() -> None:
     hanging = Receiver(read_back(a="1", b="2"), answers=asyncio.Event())
     updater = updater_of(Fleet(e0=hanging))
     verifying = asyncio.create_task(updater.verify(0.0))
@@ -183,13 +183,13 @@ async def test_an_update_waits_for_it_and_gives_it_up_at_the_deadline() -> None:
     assert "the verification of weights is given up: an update waited" in (await verifying).error
 
 
-async def test_before_the_first_version_there_is_nothing_to_compare() -> None:
+async def test_verification_before_the_first_version_is_refused() -> None:
     updater = updater_of(Fleet())
     updater._transaction.committed = None
     assert "no version of the weights has been committed" in (await updater.verify(0.0)).error
 
 
-def test_a_run_that_does_not_run_or_has_committed_nothing_is_refused(
+def test_verification_of_a_dead_run_or_without_a_committed_version_is_refused(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["verify-weights", str(folder.path)]
@@ -207,7 +207,7 @@ def test_a_run_that_does_not_run_or_has_committed_nothing_is_refused(
     assert "not a number of seconds" in capsys.readouterr().err
 
 
-async def test_only_the_owner_may_connect_and_a_bad_request_ends_nothing(folder: RunFolder) -> None:
+async def test_only_the_owner_may_connect_and_a_bad_request_is_harmless(folder: RunFolder) -> None:
     verify = updater_of(Fleet(e0=Receiver(read_back(a="1", b="2")))).verify
     async with answer_verifications(folder, verify):
         mode = stat.S_IMODE(folder.verification_path.stat().st_mode)
@@ -233,8 +233,10 @@ async def connect(folder: RunFolder) -> tuple[asyncio.StreamReader, asyncio.Stre
         os.close(descriptor)
 
 
-def test_nothing_read_is_not_equal() -> None:
+def test_verification_that_read_no_weight_is_not_equal() -> None:
     assert not Verification(version="7").all_equal
     assert not Verification(version="7", error="busy").all_equal
     held = compare(COMMITTED, "e0", read_back(a="1", b="2"))
-    assert (held.num_tensors, held.num_bytes, held.different) == (2, 24, ())
+    assert held.num_tensors == 2
+    assert held.num_bytes == 24
+    assert held.different == ()

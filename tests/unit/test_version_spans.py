@@ -15,7 +15,7 @@ def listed(versions: VersionTracker) -> list[int]:
     return [int(span.version) for span in versions.spans for _ in range(span.start, span.end)]
 
 
-def test_tokens_under_a_new_label_may_be_of_the_weights_before():
+def test_tokens_under_a_new_label_may_be_sampled_by_the_previous_weights():
     versions = VersionTracker()
     for label, sampled in (("3", 2), ("3", 1), ("4", 5), ("4", 2), ("6", 1), ("6", 1)):
         versions.add(label, sampled, None)
@@ -23,7 +23,7 @@ def test_tokens_under_a_new_label_may_be_of_the_weights_before():
     assert not versions.certain
 
 
-def test_one_label_is_the_version_of_all():
+def test_single_label_is_the_version_of_all_tokens():
     versions = VersionTracker()
     for sampled in (1, 0, 7):
         versions.add("3", sampled, None)
@@ -32,7 +32,7 @@ def test_one_label_is_the_version_of_all():
     assert versions.certain
 
 
-def test_what_the_last_event_tells_replaces_what_the_labels_said():
+def test_spans_of_the_last_event_replace_those_from_labels():
     versions = VersionTracker()
     versions.add("3", 2, None)
     versions.add("4", 3, None)
@@ -43,7 +43,7 @@ def test_what_the_last_event_tells_replaces_what_the_labels_said():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_recorded_version_is_newer_than_the_weights_were(seed: int):
+def test_recorded_version_is_never_newer_than_the_weights(seed: int):
     """Tokens are sampled one by one while the weights change now and then; they are sent on in events of
     any size, and what was on its way at a change goes as one. The first event goes before any change: it has
     no label but its own."""
@@ -74,11 +74,11 @@ def test_no_recorded_version_is_newer_than_the_weights_were(seed: int):
         [EngineSpan("default", 0, 3)],
     ],
 )
-def test_spans_that_say_not_all_are_a_failure_of_the_fleet(told: list[EngineSpan]):
+def test_wrong_version_spans_of_the_last_event_are_a_server_error(told: list[EngineSpan]):
     with pytest.raises(ServerError, match="version"):
         VersionTracker().add("3", 3, told)
 
 
-def test_a_label_that_is_no_number_is_a_failure_of_the_fleet():
+def test_version_label_that_is_not_a_number_is_a_server_error():
     with pytest.raises(ServerError, match="'default'"):
         VersionTracker().add("default", 3, None)

@@ -80,7 +80,7 @@ def closed(recorded: RecordedRun) -> Path:
     return recorded.folder.path
 
 
-def test_a_live_run_is_read_and_not_touched(tmp_path: Path) -> None:
+def test_live_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     for number in range(5):
         recorded.add(f"t{number}", "hello", 1.0)
@@ -91,7 +91,7 @@ def test_a_live_run_is_read_and_not_touched(tmp_path: Path) -> None:
     assert contents(folder) == before
 
 
-def test_a_dead_run_is_read_and_not_touched(tmp_path: Path) -> None:
+def test_dead_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "hello", 1.0)
     folder = closed(recorded)
@@ -102,7 +102,7 @@ def test_a_dead_run_is_read_and_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endings", [("", "-wal"), ("", "-wal", "-shm")], ids=["log", "log and its index"])
-def test_a_copy_of_a_run_that_was_killed_is_read_whole(tmp_path: Path, endings: tuple[str, ...]) -> None:
+def test_copy_of_a_killed_run_is_read_completely(tmp_path: Path, endings: tuple[str, ...]) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "hello", 1.0)
     copy = tmp_path / "copy"
@@ -117,7 +117,7 @@ def test_a_copy_of_a_run_that_was_killed_is_read_whole(tmp_path: Path, endings: 
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+def test_read_only_run_folder_is_read(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "hello", 1.0)
     folder = closed(recorded)
@@ -142,7 +142,7 @@ def notes_of(run: ViewedRun) -> str:
     return "\n".join(row["notes"])
 
 
-def test_a_torn_store_is_named_and_metrics_are_shown(tmp_path: Path) -> None:
+def test_torn_store_is_named_and_metrics_are_shown(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     for number in range(20):
         recorded.add(f"t{number}", "hello " * 200, 1.0)
@@ -157,7 +157,7 @@ def test_a_torn_store_is_named_and_metrics_are_shown(tmp_path: Path) -> None:
     assert metric_names_page([run], "")["names"][0]["name"] == "a"
 
 
-def test_a_store_that_is_no_database_is_named(tmp_path: Path) -> None:
+def test_store_that_is_not_a_database_is_named(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     folder = closed(recorded)
     recorded.folder.store_path.write_bytes(b"hello" * 1000)
@@ -173,7 +173,7 @@ def test_a_store_of_a_later_version_is_named(tmp_path: Path) -> None:
     assert "a later version of invrl wrote it (schema 99" in notes_of(view_of(folder, tmp_path / "cache"))
 
 
-def test_a_store_that_another_process_holds_alone_is_named_and_read_later(tmp_path: Path) -> None:
+def test_exclusively_locked_store_is_named_and_read_later(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "hello", 1.0)
     holder = sqlite3.connect(recorded.folder.store_path, isolation_level=None)
@@ -190,7 +190,7 @@ def test_a_store_that_another_process_holds_alone_is_named_and_read_later(tmp_pa
     assert notes_of(run) == ""
 
 
-def test_a_store_that_is_held_alone_without_a_shared_index_is_read(tmp_path: Path) -> None:
+def test_exclusively_locked_store_without_a_shared_index_is_read(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "hello", 1.0)
     folder = closed(recorded)
@@ -201,7 +201,7 @@ def test_a_store_that_is_held_alone_without_a_shared_index_is_read(tmp_path: Pat
     holder.close()
 
 
-def test_a_run_without_a_store_shows_what_it_has(tmp_path: Path) -> None:
+def test_run_without_a_store_shows_its_other_files(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     folder = closed(recorded)
     recorded.folder.store_path.unlink()
@@ -218,7 +218,7 @@ def test_a_run_without_a_store_shows_what_it_has(tmp_path: Path) -> None:
     assert [(span.start, span.end) for span in timeline["spans"]] == [(3.0, 5.0)]
 
 
-def test_half_a_line_of_metrics_is_left_out_and_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_half_written_metrics_line_is_read_once_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1, "time": 1.0, "a": 1}\n\xff\xfe\n[1]\n{"step": 2, "time": 2.0, "a": NaN}\n{"step"'
@@ -271,7 +271,7 @@ def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
     assert row["session_id"] == binary
 
 
-def test_a_configuration_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
+def test_unreadable_configuration_becomes_a_note(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "x", 1.0)
     folder = closed(recorded)
@@ -281,7 +281,7 @@ def test_a_configuration_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
     assert "config.resolved.toml cannot be read" in notes_of(run)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     for path, reason in ((tmp_path, "not a run folder"), (tmp_path / "none", "there is no such folder")):
         with pytest.raises(ConfigError) as error:
             open_runs([path], tmp_path / "cache")
@@ -290,7 +290,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         assert error.value.fix
 
 
-def test_failures_are_counted_by_what_they_say(tmp_path: Path) -> None:
+def test_failures_are_counted_by_message(tmp_path: Path) -> None:
     from invrl.reasons import FailureReason
 
     recorded = record_run(tmp_path)
@@ -308,7 +308,7 @@ def test_failures_are_counted_by_what_they_say(tmp_path: Path) -> None:
     assert {count["reason"] for count in page["counts"]} == {"replaced"}
 
 
-def test_a_ledger_that_is_broken_is_named(tmp_path: Path) -> None:
+def test_broken_ledger_is_named(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "x", 1.0, step=1)
     recorded.add("b", "x", 1.0, step=2)
@@ -321,7 +321,7 @@ def test_a_ledger_that_is_broken_is_named(tmp_path: Path) -> None:
     assert "the batches of the lineage are [1]" in ledger_page(run)["lineage"]
 
 
-def test_lost_entries_are_not_counted(tmp_path: Path) -> None:
+def test_lost_ledger_entries_are_not_counted(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "x", 1.0, step=1)
     sequence = recorded.sequence

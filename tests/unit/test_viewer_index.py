@@ -47,7 +47,7 @@ def recorded(tmp_path: Path) -> RecordedRun:
     return record_run(tmp_path)
 
 
-def test_every_rollout_has_a_row_with_what_became_of_it(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_every_rollout_has_a_row_with_its_outcome(recorded: RecordedRun, tmp_path: Path) -> None:
     trained = recorded.add("a", "four", 1.0, step=2, version=0)
     dropped = recorded.add("b", "five", 0.0, step=None, drop=DropReason.ZERO_VARIANCE)
     failed = recorded.add("c", "six", 0.0, failure=FailureReason.TIMEOUT, detail="too late\nand more")
@@ -57,15 +57,21 @@ def test_every_rollout_has_a_row_with_what_became_of_it(recorded: RecordedRun, t
     by_id = {row["session_id"]: row for row in rows(run)}
     assert set(by_id) == {trained, dropped, failed, held_out}
     row = by_id[trained]
-    assert (row["state"], row["step"], row["reward"], row["staleness"]) == ("trained", 2, 1.0, 1)
-    assert (by_id[dropped]["state"], by_id[dropped]["reason"]) == ("dropped", "zero_variance")
-    assert (by_id[failed]["failure"], by_id[failed]["detail"]) == ("timeout", "too late")
-    assert (by_id[held_out]["state"], by_id[held_out]["evaluation"]) == ("evaluated", "greedy")
+    assert row["state"] == "trained"
+    assert row["step"] == 2
+    assert row["reward"] == 1.0
+    assert row["staleness"] == 1
+    assert by_id[dropped]["state"] == "dropped"
+    assert by_id[dropped]["reason"] == "zero_variance"
+    assert by_id[failed]["failure"] == "timeout"
+    assert by_id[failed]["detail"] == "too late"
+    assert by_id[held_out]["state"] == "evaluated"
+    assert by_id[held_out]["evaluation"] == "greedy"
     assert by_id[held_out]["step"] == 3
     assert run.index_state.ready
 
 
-def test_filters_choose_and_facets_count(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_filters_select_rows_and_facets_count_them(recorded: RecordedRun, tmp_path: Path) -> None:
     good = recorded.add("a", "x", 1.0, group="g", index=0)
     bad = recorded.add("a", "x", 0.0, group="g", index=1, ending="length")
     dropped = recorded.add("b", "x", 0.5, step=None, drop=DropReason.STALE)
@@ -90,7 +96,7 @@ def test_filters_choose_and_facets_count(recorded: RecordedRun, tmp_path: Path) 
     assert facets["ranges"]["reward"] == [0.0, 1.0]
 
 
-def test_the_most_surprising_reward_is_the_one_far_from_its_groups_mean(
+def test_most_surprising_reward_is_farthest_from_its_groups_mean(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
     for index in range(7):
@@ -102,7 +108,7 @@ def test_the_most_surprising_reward_is_the_one_far_from_its_groups_mean(
     assert first["surprise"] == pytest.approx(7**0.5)  # (1 - 1/8) / sqrt(1/8 * 7/8)
 
 
-def test_what_was_said_is_found(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_search_finds_texts_of_conversations(recorded: RecordedRun, tmp_path: Path) -> None:
     call = ToolCall(id="1", name="search_web", arguments='{"query": "Zürich weather"}')
     with_call = recorded.add("a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0)
     plain = recorded.add("b", ["first reply", "second answer"], 1.0)
@@ -120,14 +126,14 @@ def test_what_was_said_is_found(recorded: RecordedRun, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ['"', "a AND", "NEAR(", "x*", "col:y", "-z", "'; DROP TABLE said; --", "(", "\0", "^a OR b"]
 )
-def test_no_search_text_is_an_operator(recorded: RecordedRun, tmp_path: Path, text: str) -> None:
+def test_search_text_is_never_an_operator(recorded: RecordedRun, tmp_path: Path, text: str) -> None:
     recorded.add("a", "hello", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     assert isinstance(rows(run, q=text), list)
     assert "AND" not in match_expression(text).replace('" AND "', "").replace("* AND ", "") or "AND" in text
 
 
-def test_the_index_follows_a_run_that_grows(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_index_follows_a_growing_run(recorded: RecordedRun, tmp_path: Path) -> None:
     first = recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     assert ids(run) == {first}
@@ -138,7 +144,7 @@ def test_the_index_follows_a_run_that_grows(recorded: RecordedRun, tmp_path: Pat
     assert ids(run, step=2) == {second}
 
 
-def test_a_second_start_reads_the_index_of_the_first(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_second_start_reuses_the_index(recorded: RecordedRun, tmp_path: Path) -> None:
     first = recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     run.close()
@@ -163,7 +169,7 @@ def test_another_run_at_the_same_path_has_another_index(tmp_path: Path) -> None:
     assert ids(again, q="new") == {new}
 
 
-def test_the_index_of_another_version_is_made_again(
+def test_index_of_another_version_is_rebuilt(
     recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = recorded.add("a", "x", 1.0)
@@ -176,7 +182,7 @@ def test_the_index_of_another_version_is_made_again(
     assert index.stat().st_mode & 0o077 == 0, "conversations are private"
 
 
-def test_what_an_incarnation_lost_is_lost(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_rollouts_of_a_lost_incarnation_are_marked_as_lost(recorded: RecordedRun, tmp_path: Path) -> None:
     kept = recorded.add("a", "x", 1.0)
     sequence = recorded.sequence
     gone = recorded.add("b", "x", 1.0, step=2)
@@ -189,7 +195,7 @@ def test_what_an_incarnation_lost_is_lost(recorded: RecordedRun, tmp_path: Path)
     assert ids(run, state="lost") == {gone}
 
 
-def test_an_evaluation_that_was_repeated_counts_once(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_repeated_evaluation_counts_once(recorded: RecordedRun, tmp_path: Path) -> None:
     first = recorded.add("a", "x", 0.0, purpose="eval", step=0)
     second = recorded.add("a", "x", 1.0, purpose="eval", step=0)
     run = viewed(recorded, tmp_path / "cache")
@@ -199,7 +205,7 @@ def test_an_evaluation_that_was_repeated_counts_once(recorded: RecordedRun, tmp_
         assert queries.held_out_rewards() == {("a", "greedy"): {"0": [1.0]}}
 
 
-def test_tasks_and_groups_and_steps(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_index_lists_tasks_groups_and_steps(recorded: RecordedRun, tmp_path: Path) -> None:
     recorded.add("a", "x", 0.0, group="g1", index=0, step=1)
     recorded.add("a", "x", 1.0, group="g1", index=1, step=1)
     recorded.add("a@1", "x", 1.0, group="g2", step=4)
@@ -208,7 +214,9 @@ def test_tasks_and_groups_and_steps(recorded: RecordedRun, tmp_path: Path) -> No
         [task] = queries.tasks({})["rows"]
         groups = {row["group_id"]: row for row in queries.groups({})["rows"]}
         steps = queries.steps()["steps"]
-    assert (task["task"], task["rollouts"], task["gain"]) == ("a", 3, 0.5)
+    assert task["task"] == "a"
+    assert task["rollouts"] == 3
+    assert task["gain"] == 0.5
     assert (groups["g1"]["reward_mean"], groups["g1"]["trained"]) == (0.5, 2)
     assert groups["g1"]["reward_std"] == pytest.approx(0.5)
     assert [(step["step"], step["rollouts"]) for step in steps] == [(1, 2), (4, 1)]
@@ -229,7 +237,9 @@ def test_two_viewers_share_one_index(recorded: RecordedRun, tmp_path: Path) -> N
     "query",
     [{"sort": "nothing"}, {"step": "x"}, {"min_reward": "much"}, {"limit": "all"}, {"trained": "yes"}],
 )
-def test_a_wrong_filter_is_named(recorded: RecordedRun, tmp_path: Path, query: dict[str, str]) -> None:
+def test_wrong_filter_is_refused_by_name(
+    recorded: RecordedRun, tmp_path: Path, query: dict[str, str]
+) -> None:
     recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     with pytest.raises(ConfigError) as error:
@@ -238,7 +248,7 @@ def test_a_wrong_filter_is_named(recorded: RecordedRun, tmp_path: Path, query: d
     assert error.value.fix
 
 
-def test_the_last_replies_of_a_task_stand_side_by_side(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_last_replies_of_a_task_are_listed_by_step(recorded: RecordedRun, tmp_path: Path) -> None:
     call = ToolCall(id="1", name="add", arguments='{"a": 1}')
     last = recorded.add("a", ["first", "second"], 1.0)
     with_call = recorded.add("a", Message("assistant", "", "thinking", (call,)), 0.0, index=1)

@@ -45,7 +45,7 @@ def trained_turn(turn_id: str, length: int) -> TrainedTurn:
     )
 
 
-def test_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> None:
+def test_viewer_shows_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", ["one", "two"], 1.0, step=3)
     other = recorded.add("b", "x", 1.0, step=3)
@@ -76,7 +76,7 @@ def test_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> None:
     assert detail["ledger"][-1]["step"] == 3
 
 
-def test_a_damaged_record_of_a_step_is_a_note_of_its_tokens(tmp_path: Path) -> None:
+def test_damaged_token_record_becomes_a_note(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "one", 1.0, step=1)
     folder = recorded.folder.trained_tokens_path
@@ -96,7 +96,9 @@ class NamedTokens:
         return [f"<{token_id}>" for token_id in ids]
 
 
-def test_the_likeliest_tokens_of_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_shows_the_top_tokens_of_each_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "one", 1.0)
     without = recorded.add("b", "two", 1.0)
@@ -119,7 +121,8 @@ def test_the_likeliest_tokens_of_each_place(tmp_path: Path, monkeypatch: pytest.
     candidates = json.loads(encoded(tokens))["sampled"]["candidates"]
     assert candidates["ids"][0] == list(range(20))
     assert candidates["logprobs"][0] == [-float(rank) for rank in range(20)]
-    assert (candidates["ids"][1], candidates["logprobs"][1]) == ([0, 1], [0.0, -1.0])
+    assert candidates["ids"][1] == [0, 1]
+    assert candidates["logprobs"][1] == [0.0, -1.0]
     assert candidates["texts"]["19"] == "<19>"
     assert (candidates["recorded"], candidates["shown"]) == (30, 20)
     other = turn_tokens(run, f"{without}/0", full=False)
@@ -127,7 +130,7 @@ def test_the_likeliest_tokens_of_each_place(tmp_path: Path, monkeypatch: pytest.
     assert other["sampled"]["candidates"] is None
 
 
-def test_a_damaged_record_of_likeliest_tokens_is_a_note(tmp_path: Path) -> None:
+def test_damaged_record_of_top_tokens_becomes_a_note(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "one", 1.0)
     turn_id = f"{session}/0"
@@ -155,7 +158,7 @@ def put_top_logprobs(folder: Path, turn_id: str, top: TopLogprobs) -> None:
         db.execute(sql, top_values(turn_id, top))
 
 
-def test_the_timeline_and_the_samples_of_the_processes(tmp_path: Path) -> None:
+def test_viewer_shows_timeline_and_process_samples(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     folder = recorded.folder.path
     writer = TimelineWriter(folder)
@@ -179,7 +182,7 @@ def test_the_timeline_and_the_samples_of_the_processes(tmp_path: Path) -> None:
     assert sample["memory"] == {"driver": 5}
 
 
-def test_a_run_is_live_while_its_folder_is_held(tmp_path: Path) -> None:
+def test_run_is_live_while_its_folder_is_locked(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.folder.phase_path.write_text('{"pid": 1, "step": 4, "phase": "rollout", "since": 9.5}')
     run = view_of(recorded.folder.path, tmp_path / "cache")
@@ -215,10 +218,14 @@ def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
     recorded.folder.metrics_path.write_text(json.dumps(row) + "\n")
     page = evaluations_page(view_of(closed(recorded), tmp_path / "cache"), None)
     [score] = page["scores"]
-    assert (score["name"], score["samples"], score["accuracy_low"]) == ("greedy", 2, 0.1)
+    assert score["name"] == "greedy"
+    assert score["samples"] == 2
+    assert score["accuracy_low"] == 0.1
     assert score["pass_at"] == {"1": [0.5, None, 0.9]}
     first = page["tasks"]["rows"][0]
-    assert (first["task_id"], first["by_step"], first["gain"]) == ("a", {"0": [0.0], "4": [1.0]}, 1.0)
+    assert first["task_id"] == "a"
+    assert first["by_step"] == {"0": [0.0], "4": [1.0]}
+    assert first["gain"] == 1.0
 
 
 def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
@@ -231,7 +238,7 @@ def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
     assert run.overview()["notes"] == []
 
 
-def test_two_runs_of_one_name_have_two_ids_and_their_differences_are_named(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_have_different_ids_and_named_differences(tmp_path: Path) -> None:
     first = record_run(tmp_path / "a")
     second = record_run(tmp_path / "b")
     text = second.folder.config_path.read_text().replace("seed = 0", "seed = 5")

@@ -90,7 +90,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     server.end()
 
 
-def test_only_the_key_opens_and_every_answer_is_guarded(served: Served) -> None:
+def test_viewer_needs_its_key_and_every_response_has_security_headers(served: Served) -> None:
     for path in ("/", "/api/runs", "/api/events", "/styles.css", "/none"):
         status, headers, body = served.ask(path)
         assert status == 401, path
@@ -135,7 +135,7 @@ def test_another_host_name_and_other_methods_are_refused(served: Served) -> None
         assert served.ask(path, Authorization=right)[0] == 404, path
 
 
-def test_errors_name_field_value_reason_and_fix(served: Served) -> None:
+def test_viewer_errors_name_field_value_reason_and_fix(served: Served) -> None:
     right = f"Bearer {served.key}"
     served.wait_for("/api/runs/run/rollouts", lambda page: page["total"] == 1)
     for path, status, field in (
@@ -153,7 +153,7 @@ def test_errors_name_field_value_reason_and_fix(served: Served) -> None:
         assert error["fix"]
 
 
-def test_hostile_text_arrives_as_it_is(served: Served) -> None:
+def test_hostile_text_is_served_unchanged_as_data(served: Served) -> None:
     [row] = served.wait_for("/api/runs/run/rollouts", lambda page: page["total"] == 1)["rows"]
     assert row["task_id"] == HOSTILE
     detail = served.get(f"/api/runs/run/rollouts/{row['session_id']}")
@@ -164,7 +164,7 @@ def test_hostile_text_arrives_as_it_is(served: Served) -> None:
     assert "no text of tokens" in tokens["notes"][0]
 
 
-def test_a_page_is_told_of_changes_and_the_server_ends_with_it_open(served: Served) -> None:
+def test_page_receives_changes_and_does_not_keep_the_server_alive(served: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {served.key}"})
     response = connection.getresponse()
@@ -190,7 +190,7 @@ def test_a_page_is_told_of_changes_and_the_server_ends_with_it_open(served: Serv
     assert response.read() is not None, "the stream ends as a whole answer"
 
 
-def test_ctrl_c_ends_it_without_a_word(served: Served) -> None:
+def test_ctrl_c_ends_the_viewer_silently(served: Served) -> None:
     served.get("/api/runs")
     served.process.send_signal(signal.SIGINT)
     _, errors = served.process.communicate(timeout=15)
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_it_without_a_word(served: Served) -> None:
     assert "Traceback" not in errors
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_taken_viewer_port_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -222,13 +222,13 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         (["r", "--export-rollouts", "-1"], "--export-rollouts"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], field: str) -> None:
+def test_wrong_viewer_arguments_are_named(arguments: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_request(arguments)
     assert error.value.field == field
 
 
-def test_a_server_on_all_addresses_asks_for_the_key_under_any_name() -> None:
+def test_viewer_on_all_addresses_needs_its_key_under_any_host_name() -> None:
     access = access_for("0.0.0.0", 80)
     assert access.refusal("GET", "any.example", {}, access.key) is None
     refusal = access.refusal("GET", "any.example", {}, "wrong")

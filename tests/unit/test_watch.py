@@ -80,7 +80,7 @@ def frame(folder: RunFolder, *, width: int = 100, blocks: str = BLOCKS, encoding
     return out.getvalue()
 
 
-def test_a_frame_has_every_part(tmp_path: Path) -> None:
+def test_watch_frame_has_every_part(tmp_path: Path) -> None:
     text = frame(filled_run(tmp_path))
     for expected in (
         "stopped before its last step",
@@ -101,7 +101,7 @@ def test_a_frame_has_every_part(tmp_path: Path) -> None:
         assert expected in text, expected
 
 
-def test_text_of_models_cannot_move_the_cursor_or_style_the_screen(tmp_path: Path) -> None:
+def test_model_text_cannot_move_the_cursor_or_style_the_screen(tmp_path: Path) -> None:
     text = frame(filled_run(tmp_path))
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -111,22 +111,22 @@ def test_text_of_models_cannot_move_the_cursor_or_style_the_screen(tmp_path: Pat
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
+def test_watch_lines_fit_the_terminal(width: int, tmp_path: Path) -> None:
     for line in frame(filled_run(tmp_path), width=width).splitlines():
         assert len(line) <= width
 
 
-def test_a_terminal_without_block_letters_gets_plain_ones(tmp_path: Path) -> None:
+def test_terminal_without_block_characters_gets_ascii_charts(tmp_path: Path) -> None:
     assert frame(filled_run(tmp_path), blocks=ASCII_BLOCKS, encoding="ascii").isascii()
 
 
-def test_only_new_failures_are_read_again(tmp_path: Path) -> None:
+def test_only_new_failures_are_read_from_the_store(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     reader = RunReader(folder)
     assert reader.read().failed == reader.read().failed == {"exception": 1}
 
 
-def test_the_folder_of_an_ended_run_is_not_touched(tmp_path: Path) -> None:
+def test_watching_an_ended_run_does_not_change_its_folder(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     for ending in ("-wal", "-shm"):
         folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def test_the_folder_of_an_ended_run_is_not_touched(tmp_path: Path) -> None:
     assert listing() == before
 
 
-def test_the_store_of_a_live_run_is_not_touched(tmp_path: Path) -> None:
+def test_watching_a_live_run_does_not_change_its_store(tmp_path: Path) -> None:
     """Nor SQLite's index of its log, in which readers usually leave marks."""
     folder = filled_run(tmp_path)
     with contextlib.closing(connect(folder.store_path)) as writer:
@@ -168,7 +168,7 @@ def test_the_store_of_a_live_run_is_not_touched(tmp_path: Path) -> None:
         ("run.sqlite", b""),
     ],
 )
-def test_a_torn_file_costs_only_its_own_part(name: str, content: bytes, tmp_path: Path) -> None:
+def test_torn_file_hides_only_its_own_part(name: str, content: bytes, tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     for ending in ("-wal", "-shm"):
         folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def test_a_torn_file_costs_only_its_own_part(name: str, content: bytes, tmp_path
         assert "not shown" in text
 
 
-def test_a_store_of_a_later_version_is_a_note(tmp_path: Path) -> None:
+def test_store_of_a_later_version_becomes_a_note(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     with sqlite3.connect(folder.store_path) as db:
         db.execute("PRAGMA user_version=999")
@@ -187,7 +187,7 @@ def test_a_store_of_a_later_version_is_a_note(tmp_path: Path) -> None:
     assert "a later version of invrl wrote it" in frame(folder, width=400)
 
 
-def test_a_store_that_another_process_holds_alone_is_a_note(tmp_path: Path) -> None:
+def test_exclusively_locked_store_becomes_a_note(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     with contextlib.closing(sqlite3.connect(folder.store_path, isolation_level=None)) as holder:
         holder.execute("INSERT INTO flushes VALUES (77, 1.0)")  # makes the index that processes share
@@ -226,7 +226,7 @@ def test_large_and_binary_texts_and_many_metrics_fit_on_a_screen(tmp_path: Path)
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
+def test_folder_counts_as_in_use_while_its_holder_lives(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     assert not folder.is_worked_in()
     with folder.held("train"):
@@ -237,7 +237,7 @@ def test_a_folder_is_worked_in_while_its_holder_lives(tmp_path: Path) -> None:
     assert not folder.is_worked_in()
 
 
-def test_a_list_of_locks_that_lacks_one_is_read_again(
+def test_incomplete_list_of_kernel_locks_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Incomplete:
@@ -257,7 +257,7 @@ def test_a_list_of_locks_that_lacks_one_is_read_again(
     "arguments",
     [[], ["--once"], ["/nowhere"], ["/tmp"], ["RUN", "--onec"], ["RUN", "RUN"], ["RUN", "--interval-s=0"]],
 )
-def test_bad_input_is_refused(
+def test_watch_refuses_bad_input(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(filled_run(tmp_path).path)
@@ -265,7 +265,7 @@ def test_bad_input_is_refused(
     assert "fix:" in capsys.readouterr().err
 
 
-def test_without_a_terminal_a_dead_run_is_one_frame(
+def test_watch_without_a_terminal_prints_one_frame_of_a_dead_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(filled_run(tmp_path).path)
@@ -277,7 +277,7 @@ def test_without_a_terminal_a_dead_run_is_one_frame(
 
 
 @pytest.mark.parametrize("end", ["q", "interrupt"])
-def test_on_a_terminal_it_shows_and_ends(end: str, tmp_path: Path) -> None:
+def test_watch_on_a_terminal_restores_the_screen_at_its_end(end: str, tmp_path: Path) -> None:
     """It leaves the alternate screen, shows the cursor again and exits with 0."""
     run = str(filled_run(tmp_path).path)
     ours, theirs = pty.openpty()
@@ -316,7 +316,7 @@ def test_on_a_terminal_it_shows_and_ends(end: str, tmp_path: Path) -> None:
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
 
 
-def test_charts_are_of_the_size_that_was_asked_for() -> None:
+def test_charts_have_the_requested_size() -> None:
     values = [float(number) for number in range(100)]
     rows = block_chart(values, 30, 5, low=0.0, high=99.0)
     assert [len(row) for row in rows] == [30] * 5
@@ -327,6 +327,6 @@ def test_charts_are_of_the_size_that_was_asked_for() -> None:
     assert sparkline([], 10) == "" == sparkline([1.0], 0)
 
 
-def test_durations_are_what_a_person_says() -> None:
+def test_durations_are_written_for_people() -> None:
     seconds = (0.34, 12.4, 200.0, 7500.0, 273_600.0)
     assert [duration(value) for value in seconds] == ["0.3 s", "12 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"]

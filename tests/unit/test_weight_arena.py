@@ -32,7 +32,7 @@ def read(handle: str) -> dict[str, torch.Tensor]:
     return map_arena(at.path, SPECS)[at.slot]
 
 
-def test_reads_back_what_was_staged() -> None:
+def test_arena_reads_back_the_staged_tensors() -> None:
     writer = ArenaWriter(SPECS)
     staged = writer.stage(WeightVersion(1), tensors(1).items())
     for name, tensor in tensors(1).items():
@@ -41,7 +41,7 @@ def test_reads_back_what_was_staged() -> None:
     assert staged.num_bytes == 15 * 4 + 7 * 2 + 8 * 4
 
 
-def test_the_version_before_stays_whole_and_a_repeated_version_keeps_its_slot() -> None:
+def test_previous_version_stays_whole_and_a_repeated_version_keeps_its_slot() -> None:
     writer = ArenaWriter(SPECS)
     first = writer.stage(WeightVersion(1), tensors(1).items())
     second = writer.stage(WeightVersion(2), tensors(2).items())
@@ -55,7 +55,7 @@ def test_the_version_before_stays_whole_and_a_repeated_version_keeps_its_slot() 
     assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
 
 
-def test_another_process_reads_it_and_cannot_write() -> None:
+def test_other_process_can_read_the_arena_and_not_write() -> None:
     writer = ArenaWriter(SPECS)
     staged = writer.stage(WeightVersion(1), tensors(5).items())
     program = (
@@ -81,18 +81,18 @@ def test_another_process_reads_it_and_cannot_write() -> None:
         (lambda t: {"a": t["a"]}, "2 tensors were not staged"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, match: str) -> None:
+def test_tensors_that_do_not_fit_the_arena_are_refused(change, match: str) -> None:
     with pytest.raises(LayoutError, match=match):
         ArenaWriter(SPECS).stage(WeightVersion(1), change(tensors(1)).items())
 
 
-def test_a_tensor_twice_is_refused() -> None:
+def test_tensor_staged_twice_is_refused() -> None:
     twice = [*tensors(1).items(), ("a", tensors(1)["a"])]
     with pytest.raises(LayoutError, match="a: staged twice"):
         ArenaWriter(SPECS).stage(WeightVersion(1), twice)
 
 
-def test_an_arena_that_is_gone_or_too_small_is_an_error() -> None:
+def test_missing_or_too_small_arena_is_an_error() -> None:
     writer = ArenaWriter(SPECS)
     handle = msgspec.json.decode(writer.stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle)
     with pytest.raises(RuntimeError):
@@ -102,7 +102,7 @@ def test_an_arena_that_is_gone_or_too_small_is_an_error() -> None:
             map_arena(path, SPECS)
 
 
-def test_nothing_in_the_file_system() -> None:
+def test_arena_has_no_name_in_the_file_system() -> None:
     """The arena is a memfd: it has no name to be left behind."""
     handle = msgspec.json.decode(
         ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle
@@ -111,12 +111,12 @@ def test_nothing_in_the_file_system() -> None:
     assert os.stat(handle.path).st_nlink == 0
 
 
-def test_a_name_twice_is_refused() -> None:
+def test_arena_layout_with_a_duplicate_name_is_refused() -> None:
     with pytest.raises(LayoutError, match="twice"):
         ArenaWriter((*SPECS, SPECS[0]))
 
 
-def test_nobody_can_change_its_size() -> None:
+def test_size_of_an_arena_cannot_be_changed() -> None:
     """A process that maps it would be killed when it touches what was cut off."""
     writer = ArenaWriter(SPECS)
     staged = writer.stage(WeightVersion(1), tensors(1).items())

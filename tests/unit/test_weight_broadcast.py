@@ -117,7 +117,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         await fleet.close()
 
 
-def test_buckets_hold_every_byte_of_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_buckets_hold_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 100)
     layout = (
         TensorSpec(name="model.layers.0.self_attn.o_proj.weight", shape=(50,), dtype="float32"),
@@ -132,7 +132,7 @@ def test_buckets_hold_every_byte_of_every_tensor_once(monkeypatch: pytest.Monkey
     ]
 
 
-async def test_updates_leave_the_trainers_bytes_in_every_engine(fleet: Fleet) -> None:
+async def test_broadcast_leaves_the_trainers_bytes_in_every_engine(fleet: Fleet) -> None:
     await fleet.start("a", "b")
     ports: set[int] = set()
     for version in range(1, 5):
@@ -145,7 +145,7 @@ async def test_updates_leave_the_trainers_bytes_in_every_engine(fleet: Fleet) ->
 
 
 @pytest.mark.parametrize("fault", first_quick([signal.SIGKILL, signal.SIGSTOP]))
-async def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_lost_and_the_others_go_on(
+async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engines_continue(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
 ) -> None:
     monkeypatch.setattr(broadcast_loads, "_ANSWER_S", 2.0)
@@ -187,7 +187,7 @@ async def test_an_engine_that_ends_or_hangs_in_a_broadcast_is_lost_and_the_other
 
 
 @pytest.mark.slow
-async def test_a_trainer_that_cannot_send_leaves_every_engine_on_the_old_version(
+async def test_failed_broadcast_leaves_every_engine_on_the_old_version(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.start("a", "b")
@@ -211,7 +211,7 @@ async def test_a_trainer_that_cannot_send_leaves_every_engine_on_the_old_version
     assert await fleet.held() == 2 * [fleet.trainer.checksums()]
 
 
-async def test_a_byte_that_changes_on_the_way_is_found_before_the_commit(
+async def test_byte_changed_in_a_broadcast_is_found_before_the_commit(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.start("a")

@@ -116,7 +116,7 @@ async def receiver_of(
 
 
 @pytest.mark.parametrize("row", WEIGHTS_ROWS, ids=str)
-async def test_weights_that_are_wrong(
+async def test_wrong_weights_are_found_by_each_transport(
     row: WeightsRow, loaders: Loaders, senders: dict[Transport, FaultySender]
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -128,7 +128,7 @@ async def test_weights_that_are_wrong(
 
 
 @pytest.mark.parametrize("row", quick_by_transport(ENGINE_ROWS), ids=str)
-async def test_an_engine_that_ends_or_hangs(
+async def test_update_continues_when_an_engine_dies_or_hangs(
     row: EngineRow,
     loaders: Loaders,
     senders: dict[Transport, FaultySender],
@@ -150,7 +150,7 @@ async def test_an_engine_that_ends_or_hangs(
 
 
 @pytest.mark.parametrize("row", quick_by_transport(TRAINER_ROWS), ids=str)
-async def test_a_trainer_that_ends(
+async def test_engine_keeps_its_version_when_the_trainer_dies(
     row: TrainerRow, loaders: Loaders, senders: dict[Transport, FaultySender], tmp_path: Path
 ) -> None:
     server = loaders.lasting(row.transport)

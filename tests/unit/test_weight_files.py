@@ -89,7 +89,7 @@ def stage(folders: DeltaFolders, version: int) -> StagedWeights:
 # ------------------------------------------------------------------ what arrives
 
 
-def test_an_engine_far_away_follows_by_differences(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_remote_engine_follows_by_deltas(folders: DeltaFolders, server: WeightFileServer) -> None:
     held = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
     before = left_in_tmpdir()
     for version in range(1, 7):
@@ -103,7 +103,7 @@ def test_an_engine_far_away_follows_by_differences(folders: DeltaFolders, server
     assert left_in_tmpdir() == before
 
 
-def test_an_engine_of_another_base_fetches_the_whole_weights(
+def test_remote_engine_with_another_base_fetches_whole_weights(
     folders: DeltaFolders, server: WeightFileServer
 ) -> None:
     staged = [stage(folders, version) for version in range(1, 4)][-1]
@@ -113,7 +113,7 @@ def test_an_engine_of_another_base_fetches_the_whole_weights(
     assert checksums(held) == staged.checksums
 
 
-def test_whole_versions_are_fetched_too(parent: Path, server: WeightFileServer) -> None:
+def test_remote_engine_fetches_whole_versions(parent: Path, server: WeightFileServer) -> None:
     staged = WeightFolders(LAYOUT, parent).stage(WeightVersion(1), tensors(1).items())
     served = msgspec.json.decode(server.served(staged.handle), type=ServedHandle)
     with fetched(served.source) as files:
@@ -136,7 +136,7 @@ def get(server: WeightFileServer, path: str, key: str | None = None, method: str
     return httpx.Response(int(head.split()[1]), content=body)
 
 
-def test_only_who_has_the_key_is_served(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_weight_files_are_served_only_with_the_key(folders: DeltaFolders, server: WeightFileServer) -> None:
     stage(folders, 1)
     path = f"/version-000001/{MANIFEST_NAME}"
     assert get(server, path).status_code == 200
@@ -169,7 +169,7 @@ def test_only_who_has_the_key_is_served(folders: DeltaFolders, server: WeightFil
         "/version-000001/manifest.json\x00",
     ],
 )
-def test_nothing_else_is_given_out(
+def test_weight_server_serves_no_other_file(
     folders: DeltaFolders, server: WeightFileServer, parent: Path, tmp_path: Path, path: str
 ) -> None:
     """Links out of the folder are there under the names of a version and of its file."""
@@ -191,7 +191,7 @@ def test_nothing_else_is_given_out(
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_is_taken_in(
+def test_weight_server_accepts_no_upload(
     folders: DeltaFolders, server: WeightFileServer, parent: Path, method: str
 ) -> None:
     stage(folders, 1)
@@ -200,7 +200,7 @@ def test_nothing_is_taken_in(
     assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
 
 
-def test_a_closed_server_listens_no_more(parent: Path) -> None:
+def test_closed_weight_server_does_not_listen(parent: Path) -> None:
     server = WeightFileServer(parent, "127.0.0.1")
     server.close()
     with pytest.raises(WeightSyncError, match="3 tries"), fetched(server.source) as files:
@@ -208,7 +208,7 @@ def test_a_closed_server_listens_no_more(parent: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "weight files"]
 
 
-def test_a_key_is_in_no_text(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_key_of_the_weight_server_is_not_printed(folders: DeltaFolders, server: WeightFileServer) -> None:
     staged = stage(folders, 1)
     served = replace(staged, handle=server.served(staged.handle))
     assert server.source.key in served.handle
@@ -268,11 +268,11 @@ def refused(
     assert left_in_tmpdir() == before
 
 
-def test_a_file_that_is_cut_each_time_is_refused(folders: DeltaFolders, parent: Path) -> None:
+def test_file_truncated_in_every_try_is_refused(folders: DeltaFolders, parent: Path) -> None:
     refused(folders, parent, lambda h, body: send(h, body[:-9], len(body)), "not fetched .* 3 tries")
 
 
-def test_a_file_that_is_cut_once_is_fetched_again(folders: DeltaFolders, parent: Path) -> None:
+def test_file_truncated_once_is_fetched_again(folders: DeltaFolders, parent: Path) -> None:
     stage(folders, 1)
     staged = stage(folders, 2)
     asked: list[str] = []
@@ -289,7 +289,7 @@ def test_a_file_that_is_cut_once_is_fetched_again(folders: DeltaFolders, parent:
     assert set(asked.count(path) for path in asked) == {2}
 
 
-def test_a_flipped_bit_is_found(folders: DeltaFolders, parent: Path) -> None:
+def test_flipped_bit_of_a_fetched_file_is_found(folders: DeltaFolders, parent: Path) -> None:
     def flip(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         if handler.path.endswith(DELTA_NAME):
             body = body[:-20] + bytes([body[-20] ^ 1]) + body[-19:]
@@ -298,7 +298,7 @@ def test_a_flipped_bit_is_found(folders: DeltaFolders, parent: Path) -> None:
     refused(folders, parent, flip, "cannot be read|does not lead to")
 
 
-def test_a_server_that_hangs_is_given_up(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_from_a_hung_server_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
     released = threading.Event()
 
     def hang(handler: BaseHTTPRequestHandler, body: bytes) -> None:
@@ -308,7 +308,7 @@ def test_a_server_that_hangs_is_given_up(folders: DeltaFolders, parent: Path) ->
     released.set()
 
 
-def test_a_server_that_trickles_is_given_up(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_of_a_trickling_body_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
     """Each byte comes in time, all of them together do not."""
     released = threading.Event()
 
@@ -326,7 +326,7 @@ def test_a_server_that_trickles_is_given_up(folders: DeltaFolders, parent: Path)
         released.set()
 
 
-def test_a_head_that_trickles_is_given_up(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_of_a_trickling_head_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
     """As above, before the first byte of a body."""
     released = threading.Event()
 
@@ -348,7 +348,7 @@ def test_a_head_that_trickles_is_given_up(folders: DeltaFolders, parent: Path) -
         ends_the_test.cancel()
 
 
-def test_a_file_without_end_is_refused(folders: DeltaFolders, parent: Path) -> None:
+def test_endless_file_is_refused(folders: DeltaFolders, parent: Path) -> None:
     def pour(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         try:
             for _ in range(64):
@@ -359,7 +359,9 @@ def test_a_file_without_end_is_refused(folders: DeltaFolders, parent: Path) -> N
     refused(folders, parent, pour, f"more than {MAX_FILE_BYTES} bytes")
 
 
-def test_a_version_that_is_gone_says_so(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_fetch_of_a_removed_version_names_the_version(
+    folders: DeltaFolders, server: WeightFileServer
+) -> None:
     with (
         pytest.raises(WeightSyncError, match="404: the version may be gone"),
         fetched(server.source) as files,

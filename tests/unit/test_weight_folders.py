@@ -42,7 +42,7 @@ def parent(tmp_path: Path) -> Path:
     return tmp_path / "run" / "weights"
 
 
-def test_what_was_staged_is_read_back_also_by_others(parent: Path) -> None:
+def test_staged_folder_is_read_back_also_by_safetensors(parent: Path) -> None:
     staged = stage(WeightFolders(LAYOUT, parent), 1)
     for read in (read_folder(staged.handle, LAYOUT), load_file(Path(staged.handle) / WEIGHTS_NAME)):
         assert {name: checksum(tensor) for name, tensor in read.items()} == staged.checksums
@@ -50,7 +50,7 @@ def test_what_was_staged_is_read_back_also_by_others(parent: Path) -> None:
     assert staged.num_bytes == 3 * 5 * 4 + 7 * 2
 
 
-def test_the_version_before_stays_and_older_ones_go(parent: Path) -> None:
+def test_previous_version_folder_stays_and_older_ones_are_removed(parent: Path) -> None:
     folders = WeightFolders(LAYOUT, parent)
     first = stage(folders, 1)
     stage(folders, 2)
@@ -63,7 +63,7 @@ def test_the_version_before_stays_and_older_ones_go(parent: Path) -> None:
     assert names(parent) == ["version-000002", "version-000003"]
 
 
-def test_what_a_killed_writer_left_goes_and_nothing_else(parent: Path) -> None:
+def test_only_files_of_a_killed_writer_are_removed(parent: Path) -> None:
     (parent / "version-000007.partial").mkdir(parents=True)
     stage(WeightFolders(LAYOUT, parent), 5)
     (parent / "of the user").mkdir()
@@ -83,7 +83,7 @@ def little_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_fails_leaves_the_version_before_whole(parent: Path) -> None:
+def test_failed_write_leaves_the_previous_version_whole(parent: Path) -> None:
     folders = WeightFolders(LAYOUT, parent)
     first = stage(folders, 1)
     message = r"version 2 cannot be written to .*--weight-folder"
@@ -94,7 +94,7 @@ def test_a_write_that_fails_leaves_the_version_before_whole(parent: Path) -> Non
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "order", "twice"])
-def test_other_tensors_are_not_staged(parent: Path, fault: str) -> None:
+def test_folder_with_tensors_outside_of_the_layout_is_not_staged(parent: Path, fault: str) -> None:
     given = list(tensors(1).items())
     faulty = {
         "missing": given[:1],
@@ -109,7 +109,7 @@ def test_other_tensors_are_not_staged(parent: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "dtype", "one more"])
-def test_another_folder_is_refused_before_it_is_loaded(tmp_path: Path, fault: str) -> None:
+def test_folder_of_another_layout_is_refused_before_loading(tmp_path: Path, fault: str) -> None:
     held = tensors(1)
     faulty = {
         "missing": {"a": held["a"]},
@@ -121,7 +121,7 @@ def test_another_folder_is_refused_before_it_is_loaded(tmp_path: Path, fault: st
         read_folder(str(tmp_path), LAYOUT)
 
 
-def test_a_folder_that_is_gone_or_cut_is_named(tmp_path: Path, parent: Path) -> None:
+def test_missing_or_truncated_weight_folder_is_named(tmp_path: Path, parent: Path) -> None:
     with pytest.raises(WeightSyncError, match=r"nowhere.*cannot be read"):
         read_folder(str(tmp_path / "nowhere"), LAYOUT)
     staged = stage(WeightFolders(LAYOUT, parent), 1)

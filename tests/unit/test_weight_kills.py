@@ -147,7 +147,7 @@ def processes_with(inode: int) -> list[str]:
 
 @pytest.mark.parametrize("alias", [False, True], ids=["copy", "alias"])
 @pytest.mark.parametrize("deadly_copy", [1, 5])
-def test_a_trainer_killed_while_it_writes(
+def test_engine_keeps_its_version_if_the_trainer_is_killed_during_a_write(
     children: list[Child], tmp_path: Path, alias: bool, deadly_copy: int
 ) -> None:
     trainer = Child(Trainer().answer)
@@ -174,7 +174,7 @@ def test_a_trainer_killed_while_it_writes(
     assert processes_with(inode) == processes_with(handle(second).inode) == []
 
 
-def test_an_engine_killed_while_it_copies(
+def test_slot_is_free_again_after_an_engine_is_killed_during_a_copy(
     children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", ANSWER_S)
@@ -190,7 +190,7 @@ def test_an_engine_killed_while_it_copies(
         assert other.ask({"arena": handle(staged)}) == ("", staged.checksums)
 
 
-def test_an_engine_killed_while_it_serves_a_slot(
+def test_slot_is_free_again_after_an_engine_that_serves_it_is_killed(
     children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)

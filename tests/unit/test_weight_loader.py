@@ -80,7 +80,7 @@ def ask_model(served, tmp_path: Path, tensors=tuple(SPECS), **fields):
     return read_reply(request.reply_path)
 
 
-def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
+def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
     parameters = engine()
     staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
     there = msgspec.json.decode(staged.handle, type=ArenaHandle)
@@ -109,7 +109,7 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
         assert asked.checksums == dict(staged.checksums)
 
 
-def test_a_bit_that_flips_in_the_slot_is_found_by_the_copy(tmp_path: Path) -> None:
+def test_copy_finds_a_flipped_bit_in_the_slot(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
     staged = writer.stage(WeightVersion(1), values().items())
     there = msgspec.json.decode(staged.handle, type=ArenaHandle)
@@ -120,7 +120,7 @@ def test_a_bit_that_flips_in_the_slot_is_found_by_the_copy(tmp_path: Path) -> No
     assert wrong == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_parameter_that_changes_after_the_copy_is_found_by_the_digest_alone(tmp_path: Path) -> None:
+def test_only_the_digest_finds_a_parameter_changed_after_the_copy(tmp_path: Path) -> None:
     """The hook stands for whatever writes into an engine's memory: it runs after the copy."""
     parameters = engine()
     norm = parameters["model.norm.weight"]
@@ -135,7 +135,7 @@ def test_a_parameter_that_changes_after_the_copy_is_found_by_the_digest_alone(tm
     assert wrong_by_digest == {False: [], True: ["model.norm.weight"]}
 
 
-def test_an_alias_serves_the_slot_itself_and_frees_the_other_one(tmp_path: Path) -> None:
+def test_alias_serves_the_slot_itself_and_frees_the_other_slot(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
     parameters = engine()
     served = model(parameters)
@@ -153,7 +153,7 @@ def test_an_alias_serves_the_slot_itself_and_frees_the_other_one(tmp_path: Path)
     assert parameters["model.layers.1.mlp.experts.w13_weight"][1, 5, 3] == 77.0
 
 
-def test_an_engine_that_aliased_copies_into_memory_of_its_own(tmp_path: Path) -> None:
+def test_engine_that_aliased_a_slot_copies_into_its_own_memory(tmp_path: Path) -> None:
     """Its mapping of the arena is private: nobody else sees what it writes."""
     writer = ArenaWriter(tuple(SPECS))
     served = model(engine())
@@ -167,7 +167,7 @@ def test_an_engine_that_aliased_copies_into_memory_of_its_own(tmp_path: Path) ->
         assert torch.equal(tensor, values(1)[name])
 
 
-def test_a_slot_that_an_engine_serves_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_served_by_an_engine_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)
     writer = ArenaWriter(tuple(SPECS))
     staged = writer.stage(WeightVersion(1), values(1).items())
@@ -183,7 +183,7 @@ def test_a_slot_that_an_engine_serves_is_not_written(tmp_path: Path, monkeypatch
     assert torch.equal(parameters["model.norm.weight"], values(1)["model.norm.weight"])
 
 
-def test_a_slot_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+def test_slot_being_written_is_not_read(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
     there = msgspec.json.decode(writer.stage(WeightVersion(1), values(1).items()).handle, type=ArenaHandle)
     for alias in (False, True):
@@ -200,7 +200,7 @@ class Packed:
 
 
 @pytest.mark.parametrize("fault", ["derives from its weights", "for AMX", "in one piece", "has 128 rows"])
-def test_an_engine_that_cannot_alias_says_why_before_a_byte_moves(fault: str, tmp_path: Path) -> None:
+def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(fault: str, tmp_path: Path) -> None:
     parameters = engine()
     served = model(parameters)
     if fault == "derives from its weights":
@@ -225,7 +225,7 @@ def test_an_engine_that_fuses_in_another_order_cannot_alias(
         ask(engine(), tmp_path, alias=True)
 
 
-def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tmp_path: Path) -> None:
+def test_derived_engine_tensors_are_recomputed_from_new_weights(tmp_path: Path) -> None:
     """SGLang's own loader calls this hook of a model after it has loaded; so does ours."""
     parameters = engine()
     derived = []
@@ -246,7 +246,7 @@ def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tm
     assert torch.equal(torch.stack(derived), values()["model.norm.weight"][None])
 
 
-def test_what_sglang_fuses_in_one_call_is_in_one_bucket() -> None:
+def test_tensors_fused_by_sglang_in_one_call_are_in_one_bucket() -> None:
     """SGLang waits for both parts of a fused projection, and forgets the first with its call."""
     attention = "model.layers.0.self_attn"
     names = [f"{attention}.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
@@ -256,14 +256,14 @@ def test_what_sglang_fuses_in_one_call_is_in_one_bucket() -> None:
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_every_tensor_is_needed(name: str) -> None:
+def test_missing_tensor_is_refused_by_the_loader(name: str) -> None:
     with pytest.raises(LayoutError, match=name.replace(".", r"\.")):
         plan(engine(), [spec for spec in SPECS if spec.name != name])
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
 @pytest.mark.parametrize("fault", ["rows", "columns", "dtype", "twice", "unknown"])
-def test_what_does_not_fit_is_refused(name: str, fault: str) -> None:
+def test_tensor_that_does_not_fit_the_engine_is_refused(name: str, fault: str) -> None:
     at = next(i for i, spec in enumerate(SPECS) if spec.name == name)
     spec = SPECS[at]
     rows = spec.shape[0] + (100 if "embed" in name else 1)
@@ -278,13 +278,13 @@ def test_what_does_not_fit_is_refused(name: str, fault: str) -> None:
         plan(engine(), [*SPECS[:at], *wrong, *SPECS[at + 1 :]])
 
 
-def test_the_loader_never_raises(tmp_path: Path) -> None:
+def test_loader_reports_errors_without_raising(tmp_path: Path) -> None:
     run(model(engine()), [])  # type: ignore[arg-type]
     run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="no such weight"):
         ask(engine(), tmp_path, tensors=(*SPECS, TensorSpec(name="nope", shape=(1,), dtype="float32")))
 
 
-def test_a_missing_reply_is_an_error(tmp_path: Path) -> None:
+def test_missing_loader_reply_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="left no reply"):
         read_reply(str(tmp_path / "reply"))

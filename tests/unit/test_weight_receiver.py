@@ -94,7 +94,7 @@ async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
         (0, [True, False, False, False, False, False, False]),
     ],
 )
-async def test_the_first_load_and_every_nth_are_read_back(
+async def test_first_load_and_every_nth_load_are_read_back(
     engine: Engine, writer: ArenaWriter, readback_every: int, expected: list[bool], arena
 ) -> None:
     receiver = receiver_of(engine, readback_every, arena)
@@ -104,9 +104,7 @@ async def test_the_first_load_and_every_nth_are_read_back(
     assert engine.sessions == 8  # one for the layout, then one for each update
 
 
-async def test_a_load_that_is_not_proved_is_followed_by_one_that_is_read_back(
-    engine: Engine, writer: ArenaWriter
-) -> None:
+async def test_load_after_an_unproved_load_is_read_back(engine: Engine, writer: ArenaWriter) -> None:
     receiver = receiver_of(engine, 0)
     assert await load(receiver, stage(writer, 1))
     staged = stage(writer, 2)
@@ -117,9 +115,7 @@ async def test_a_load_that_is_not_proved_is_followed_by_one_that_is_read_back(
     assert engine.loads == [True, False, True, False]
 
 
-async def test_asked_again_or_for_other_weights_the_engine_is_read_back(
-    engine: Engine, writer: ArenaWriter
-) -> None:
+async def test_repeated_checksum_request_reads_the_engine_back(engine: Engine, writer: ArenaWriter) -> None:
     receiver = receiver_of(engine, 0)
     staged = stage(writer, 1)
     assert await load(receiver, staged)
@@ -133,7 +129,7 @@ async def test_asked_again_or_for_other_weights_the_engine_is_read_back(
 
 
 class TestAnAlias:
-    async def test_a_slot_that_does_not_hold_what_was_staged_is_refused_before_the_pause(
+    async def test_slot_with_other_bytes_than_staged_is_refused_before_the_pause(
         self, engine: Engine, writer: ArenaWriter
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
@@ -144,7 +140,7 @@ class TestAnAlias:
             await receiver.check(LAYOUT, staged)
         assert engine.loads == [True]
 
-    async def test_parameters_that_were_not_pointed_at_the_slot_are_no_proof(
+    async def test_parameters_not_pointed_at_the_slot_do_not_prove_the_load(
         self, engine: Engine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
@@ -155,11 +151,12 @@ class TestAnAlias:
         assert await load(receiver, stage(writer, 2))
         assert engine.loads == [True, False, True]
 
-    async def test_going_back_to_a_slot_that_was_not_hashed_again_reads_the_parameters_back(
+    async def test_return_to_an_unhashed_slot_reads_the_parameters_back(
         self, engine: Engine, writer: ArenaWriter
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
-        first, second = stage(writer, 1), stage(writer, 2)
+        first = stage(writer, 1)
+        second = stage(writer, 2)
         assert await load(receiver, first)
         assert await load(receiver, second)
         await receiver.load(first)

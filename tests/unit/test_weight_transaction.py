@@ -142,7 +142,7 @@ def three() -> list[Receiver]:
     return [Receiver(f"engine-{at}") for at in range(3)]
 
 
-async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> None:
+async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -> None:
     update = await transaction(three).run(WeightVersion(1))
     for engine in three:
         assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
@@ -178,7 +178,7 @@ BEFORE_THE_COMMIT = pytest.mark.parametrize("phase", ["check", "pause", "load", 
 @WAYS
 @BEFORE_THE_COMMIT
 @pytest.mark.parametrize("first", [False, True])
-async def test_an_engine_that_fails_alone_is_dropped_and_the_update_goes_on(
+async def test_engine_that_fails_alone_is_dropped_and_the_update_continues(
     three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each phase, failing on the middle engine, in the first update of a run and in a later one."""
@@ -215,7 +215,7 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     assert {engine.weights for engine in three} == {"2"}
 
 
-async def test_the_last_engine_left_that_fails_ends_the_update(three: list[Receiver]) -> None:
+async def test_failure_of_the_last_engine_ends_the_update(three: list[Receiver]) -> None:
     """One after another, in different phases: no engine is left to go on with."""
     updates = transaction(three)
     await updates.run(WeightVersion(1))
@@ -259,7 +259,7 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three
     assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [("1", 1, False)] * 2
 
 
-async def test_a_restore_that_did_not_work_shows_by_checksum(three: list[Receiver]) -> None:
+async def test_failed_restore_is_found_by_the_checksum(three: list[Receiver]) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     stuck_engine = three[0]
@@ -323,7 +323,7 @@ class Joined:
 class TestBringUp:
     """An engine that comes later gets what the fleet holds."""
 
-    async def test_it_holds_the_version_proved(self, three: list[Receiver]) -> None:
+    async def test_new_engine_holds_the_verified_version(self, three: list[Receiver]) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -333,13 +333,15 @@ class TestBringUp:
         assert newcomer.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
         assert three[-1] is newcomer
 
-    async def test_before_the_first_version_there_is_none(self, three: list[Receiver]) -> None:
+    async def test_new_engine_cannot_join_before_the_first_version(self, three: list[Receiver]) -> None:
         newcomer = three.pop()
         with pytest.raises(WeightSyncError, match="holds no version"):
             await transaction(three).bring_up(newcomer, Joined(three, newcomer))
 
     @pytest.mark.parametrize("phase", PHASES)
-    async def test_a_failure_is_raised_before_it_joins(self, three: list[Receiver], phase: str) -> None:
+    async def test_new_engine_that_fails_in_any_phase_does_not_join(
+        self, three: list[Receiver], phase: str
+    ) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -348,7 +350,7 @@ class TestBringUp:
             await updates.bring_up(newcomer, Joined(three, newcomer))
         assert newcomer not in three
 
-    async def test_a_skipped_load_shows_by_checksum(self, three: list[Receiver]) -> None:
+    async def test_skipped_load_of_a_new_engine_is_found_by_the_checksum(self, three: list[Receiver]) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -356,7 +358,7 @@ class TestBringUp:
         with pytest.raises(ChecksumError):
             await updates.bring_up(newcomer, Joined(three, newcomer))
 
-    async def test_the_canary_is_asked(self, three: list[Receiver]) -> None:
+    async def test_new_engine_over_the_canary_bound_does_not_join(self, three: list[Receiver]) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -367,7 +369,7 @@ class TestBringUp:
 
 
 @pytest.mark.parametrize("phase", ["resume", "logprobs"])
-async def test_after_the_commit_a_failing_engine_is_lost_and_the_others_go_on(
+async def test_engine_that_fails_after_the_commit_is_lost_and_the_update_continues(
     three: list[Receiver], phase: str
 ) -> None:
     three[0].fail = {phase: boom}
@@ -376,7 +378,7 @@ async def test_after_the_commit_a_failing_engine_is_lost_and_the_others_go_on(
     assert [(e.weights, e.version, e.paused) for e in three[1:]] == [("1", 1, False)] * 2
 
 
-async def test_all_lost_after_the_commit_is_an_error(three: list[Receiver]) -> None:
+async def test_loss_of_all_engines_after_the_commit_is_an_error(three: list[Receiver]) -> None:
     for engine in three:
         engine.fail = {"resume": boom}
     with pytest.raises(WeightSyncError, match="every engine was lost after the commit") as raised:
@@ -384,7 +386,7 @@ async def test_all_lost_after_the_commit_is_an_error(three: list[Receiver]) -> N
     assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
 
 
-async def test_the_first_update_asks_every_canary_prompt_and_a_later_one_one_in_turn(
+async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_turn(
     three: list[Receiver],
 ) -> None:
     newcomer = three.pop()
@@ -399,7 +401,7 @@ async def test_the_first_update_asks_every_canary_prompt_and_a_later_one_one_in_
     assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
 
 
-async def test_one_prompt_beyond_the_bound_is_judged_with_all_of_them(three: list[Receiver]) -> None:
+async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(three: list[Receiver]) -> None:
     """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
     newcomer = three.pop()
     updates = transaction(three)
@@ -414,7 +416,7 @@ async def test_one_prompt_beyond_the_bound_is_judged_with_all_of_them(three: lis
     assert newcomer.asked == [updates.canary_prompts], "what the trainer's answer is of"
 
 
-async def test_all_prompts_beyond_the_bound_are_an_error_in_a_later_update_too(three: list[Receiver]) -> None:
+async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(three: list[Receiver]) -> None:
     updates = transaction(three)
     updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     await updates.run(WeightVersion(1))
@@ -425,14 +427,14 @@ async def test_all_prompts_beyond_the_bound_are_an_error_in_a_later_update_too(t
 
 
 @pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])
-async def test_a_gap_over_the_bound_is_a_canary_error(three: list[Receiver], gap: float) -> None:
+async def test_canary_gap_over_the_bound_is_an_error(three: list[Receiver], gap: float) -> None:
     three[1].gap = gap
     with pytest.raises(CanaryError, match="engine-1"):
         await transaction(three).run(WeightVersion(1))
     assert not any(engine.paused for engine in three)
 
 
-async def test_a_gap_within_the_bound_is_reported(three: list[Receiver]) -> None:
+async def test_canary_gap_within_the_bound_is_reported(three: list[Receiver]) -> None:
     three[1].gap = 0.04
     update = await transaction(three).run(WeightVersion(1))
     assert update.canary_max_gap == pytest.approx(0.04)
@@ -440,7 +442,9 @@ async def test_a_gap_within_the_bound_is_reported(three: list[Receiver]) -> None
 
 
 @pytest.mark.parametrize("phase", ["pause", "load", "checksums", "commit", "resume"])
-async def test_cancelled_in_any_phase_nobody_stays_paused_or_mixed(three: list[Receiver], phase: str) -> None:
+async def test_update_cancelled_in_any_phase_leaves_no_engine_paused_or_mixed(
+    three: list[Receiver], phase: str
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     release = asyncio.Event()
@@ -466,7 +470,7 @@ async def test_cancelled_in_any_phase_nobody_stays_paused_or_mixed(three: list[R
 
 
 @pytest.mark.parametrize("is_rolling", [False, True])
-async def test_an_empty_fleet_is_an_error(is_rolling: bool) -> None:
+async def test_update_of_an_empty_fleet_is_an_error(is_rolling: bool) -> None:
     with pytest.raises(WeightSyncError, match="no engine"):
         await transaction([], is_rolling=is_rolling).run(WeightVersion(1))
 
@@ -474,7 +478,7 @@ async def test_an_empty_fleet_is_an_error(is_rolling: bool) -> None:
 class TestRolling:
     """One engine after the other. The fleet ends on one version, or says who is not on it."""
 
-    async def test_one_engine_is_paused_at_a_time_until_its_canary_was_asked(
+    async def test_rolling_update_pauses_one_engine_at_a_time_until_its_canary(
         self, three: list[Receiver]
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -501,7 +505,7 @@ class TestRolling:
     @WAYS
     @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
     @pytest.mark.parametrize("index", [0, 2])
-    async def test_an_engine_that_fails_alone_is_lost_and_the_update_goes_on(
+    async def test_rolling_update_continues_without_an_engine_that_fails_alone(
         self, three: list[Receiver], phase: str, how: str, index: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -519,7 +523,7 @@ class TestRolling:
 
     @WAYS
     @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
-    async def test_if_no_engine_passes_all_hold_the_old_version(
+    async def test_all_engines_hold_the_old_version_if_none_passes(
         self, three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -543,7 +547,7 @@ class TestRolling:
 
     @pytest.mark.parametrize("phase", ["resume", "logprobs"])
     @pytest.mark.parametrize("index", [0, 1])
-    async def test_an_engine_that_fails_after_its_commit_is_lost(
+    async def test_rolling_update_loses_an_engine_that_fails_after_its_commit(
         self, three: list[Receiver], phase: str, index: int
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -554,7 +558,9 @@ class TestRolling:
         assert update.lost_engines == {lost.name: f"{lost.name} was lost after the commit: boom"}
         assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 2
 
-    async def test_a_bad_model_stops_at_the_first_engine_which_goes_back(self, three: list[Receiver]) -> None:
+    async def test_rolling_update_of_a_bad_model_stops_at_the_first_engine_and_restores_its_weights(
+        self, three: list[Receiver]
+    ) -> None:
         updates = transaction(three, is_rolling=True)
         await updates.run(WeightVersion(1))
         for engine in three:
@@ -570,7 +576,7 @@ class TestRolling:
         await updates.bring_up(newcomer, Joined(three, newcomer))  # the fleet's version is the old one
         assert newcomer.version == 1
 
-    async def test_an_engine_that_cannot_go_back_is_named(self, three: list[Receiver]) -> None:
+    async def test_engine_that_cannot_be_rolled_back_is_named(self, three: list[Receiver]) -> None:
         updates = transaction(three, is_rolling=True)
         await updates.run(WeightVersion(1))
         three[0].gap = 0.11
@@ -589,7 +595,7 @@ class TestRolling:
         assert raised.value.unrestored == ("engine-0",)
         assert three[0].paused
 
-    async def test_a_canary_of_a_later_engine_ends_the_update_and_undoes_nothing(
+    async def test_canary_error_of_a_later_engine_ends_the_rolling_update_without_undoing_it(
         self, three: list[Receiver]
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -602,7 +608,7 @@ class TestRolling:
         ]  # fmt: skip
 
     @pytest.mark.parametrize("phase", ["pause", "load", "checksums", "commit", "resume"])
-    async def test_cancelled_in_any_phase_every_engine_is_whole_and_generates(
+    async def test_rolling_update_cancelled_in_any_phase_leaves_every_engine_whole_and_running(
         self, three: list[Receiver], phase: str
     ) -> None:
         updates = transaction(three, is_rolling=True)
@@ -631,7 +637,7 @@ class TestRolling:
         assert not any(engine.traffic_on_mixed for engine in three)
 
 
-def test_bounds_follow_the_coarsest_dtype() -> None:
+def test_canary_bound_follows_the_coarsest_dtype() -> None:
     fine = CanaryBound.for_dtypes("float32", "float32")
     assert fine.max_gap == 1e-3
     assert CanaryBound.for_dtypes("float32", "bfloat16").mean_gap > fine.mean_gap
@@ -643,7 +649,7 @@ def test_bounds_follow_the_coarsest_dtype() -> None:
 SLEEP_PHASES = pytest.mark.parametrize("phase", ["pause", "sleep"])
 
 
-async def test_engines_sleep_from_the_suspension_to_the_commit(three: list[Receiver]) -> None:
+async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     for engine in three:
@@ -664,7 +670,7 @@ async def test_engines_sleep_from_the_suspension_to_the_commit(three: list[Recei
 
 @WAYS
 @SLEEP_PHASES
-async def test_an_engine_that_does_not_fall_asleep_is_named_and_not_called_again(
+async def test_engine_that_does_not_fall_asleep_is_named_and_not_called_again(
     three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = list(three)
@@ -688,7 +694,7 @@ async def test_an_engine_that_does_not_fall_asleep_is_named_and_not_called_again
 @WAYS
 @SLEEP_PHASES
 @pytest.mark.parametrize("first", [False, True])
-async def test_where_no_engine_falls_asleep_all_go_on_under_the_old_version(
+async def test_engines_continue_under_the_old_version_if_none_falls_asleep(
     three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = transaction(three)
@@ -739,7 +745,7 @@ async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(three: list[
 
 
 @WAYS
-async def test_an_engine_that_does_not_wake_is_lost_after_the_commit(
+async def test_engine_that_does_not_wake_after_the_commit_is_lost(
     three: list[Receiver], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = transaction(three)
@@ -754,7 +760,7 @@ async def test_an_engine_that_does_not_wake_is_lost_after_the_commit(
         await updates.run(WeightVersion(2))
 
 
-async def test_no_engine_joins_while_others_sleep(three: list[Receiver]) -> None:
+async def test_new_engine_does_not_join_while_others_sleep(three: list[Receiver]) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     await updates.suspend()

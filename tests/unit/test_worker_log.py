@@ -47,14 +47,14 @@ def test_python_c_code_and_child_processes_print_into_one_file_in_order(tmp_path
     assert text == "one\ntwo\nthree\nfour\nfive\nsix"
 
 
-def test_only_its_owner_may_read_it_and_a_later_incarnation_goes_on_below(tmp_path: Path) -> None:
+def test_worker_log_is_private_and_a_later_incarnation_appends(tmp_path: Path) -> None:
     path = tmp_path / "log"
     printed(path, "print('first incarnation')")
     assert printed(path, "print('second incarnation')") == "first incarnation\nsecond incarnation\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_session_keys_are_cut_out_of_what_python_prints(tmp_path: Path) -> None:
+def test_session_keys_are_masked_in_printed_text(tmp_path: Path) -> None:
     text = printed(
         tmp_path / "log",
         """
@@ -71,7 +71,7 @@ def test_session_keys_are_cut_out_of_what_python_prints(tmp_path: Path) -> None:
     assert "{'api_key': '(session key)'}" in text
 
 
-def test_a_traceback_and_text_that_is_no_unicode_are_there_too(tmp_path: Path) -> None:
+def test_tracebacks_and_invalid_unicode_are_logged(tmp_path: Path) -> None:
     text = printed(
         tmp_path / "log",
         """
@@ -85,7 +85,7 @@ def test_a_traceback_and_text_that_is_no_unicode_are_there_too(tmp_path: Path) -
     assert "ZeroDivisionError: division by zero" in text
 
 
-def test_a_file_that_has_become_too_long_keeps_its_newest_whole_lines(tmp_path: Path) -> None:
+def test_too_long_worker_log_keeps_its_newest_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     lines = [f"line {number:06d}\n" for number in range(10_000)]
     path.write_text("".join(lines))
@@ -100,7 +100,7 @@ def test_a_file_that_has_become_too_long_keeps_its_newest_whole_lines(tmp_path: 
     assert not log.shorten()
 
 
-def test_a_folder_that_is_not_there_ends_no_worker(tmp_path: Path) -> None:
+def test_missing_log_folder_does_not_end_the_worker(tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
         from pathlib import Path
@@ -115,5 +115,5 @@ def test_a_folder_that_is_not_there_ends_no_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("worker", "name"), [("rollout worker 12", "rollout-worker-12.log")])
-def test_the_file_is_named_by_the_worker(worker: str, name: str) -> None:
+def test_worker_log_is_named_after_its_worker(worker: str, name: str) -> None:
     assert log_name(worker) == name

@@ -56,7 +56,7 @@ def function_of(code: str) -> Any:
     return module["rollout"]
 
 
-def test_the_page_shows_the_files_beside_it() -> None:
+def test_tutorial_shows_the_files_of_its_folder() -> None:
     [agent] = blocks(PAGE, "python")
     [tasks, held_out] = blocks(PAGE, "jsonl")
     [settings] = blocks(PAGE, "toml")
@@ -81,7 +81,7 @@ def test_the_page_shows_the_files_beside_it() -> None:
         ("Paris", None, "stop", 0.0),
     ],
 )
-async def test_the_pages_agent_pays_for_the_label_and_nothing_else(
+async def test_tutorial_agent_rewards_only_the_label(
     label: str | int, said: str | None, finish_reason: str, reward: float
 ) -> None:
     rollout = function_of(blocks(PAGE, "python")[0])
@@ -96,7 +96,9 @@ async def test_the_pages_agent_pays_for_the_label_and_nothing_else(
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "rollout_fns" / "README.md"], ids=str)
 @pytest.mark.parametrize(("label", "said"), [(4, "4"), ("four", "four")])
-async def test_the_other_pages_agents_take_a_number_as_label(page: Path, label: str | int, said: str) -> None:
+async def test_agents_of_other_pages_accept_a_number_as_label(
+    page: Path, label: str | int, said: str
+) -> None:
     code = next(block for block in blocks(page.read_text(), "python") if "# my_agent.py" in block)
     rollout = function_of(code)
     task = Task(id="a", payload={"question": "What is 2+2?"}, label=label)
@@ -126,7 +128,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return resolve(*parse_flags(words[2:]))
 
 
-def test_the_pages_command_passes_every_check(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_command_passes_every_check(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
     for name in ("model folder", "chat template", "trainable model", *USER_CODE):
         run_check(name, config)
@@ -141,7 +143,7 @@ def test_the_pages_command_passes_every_check(config: Config, monkeypatch: pytes
     assert len(set(labels)) == 20, "no one answer is right twice"
 
 
-def test_the_page_names_what_is_there(config: Config) -> None:
+def test_tutorial_names_existing_settings_and_files(config: Config) -> None:
     written = tomllib.loads(blocks(PAGE, "toml")[0])
     default = resolve()
     assert {

@@ -1,0 +1,70 @@
+"""Parts of the training loop that only note what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from invrl.file_entry import FileEntries
+from invrl.interfaces import StepResult
+from invrl.metrics import Max, Metric
+from invrl.observe.sinks import Sink
+from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightVersion
+
+
+class Notes(Sink):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.rows: dict[int, Mapping[str, float]] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows[step] = values
+
+
+class EmptyBatches:
+    """A buffer whose batches hold no group; the versions that it was told."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def lease(self) -> GroupLease | None:
+        return None
+
+    async def record(self, outcome: Outcome) -> None: ...
+
+    async def take(self) -> TakenBatch:
+        return TakenBatch(batch_id=len(self.versions), version=WeightVersion(len(self.versions)), groups=())
+
+    async def trained(self, batch_id: int) -> None: ...
+
+    async def snapshot(self, trained: WeightVersion) -> bytes:
+        return b""
+
+    async def advance(self, version: WeightVersion) -> None:
+        self.versions.append(version)
+
+    async def metrics(self) -> Mapping[str, Metric]:
+        return {}
+
+
+class FixedSteps:
+    """A trainer that makes so many optimizer steps of each batch."""
+
+    def __init__(self, optimizer_steps: list[int]) -> None:
+        self._steps = iter(optimizer_steps)
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        made = next(self._steps)
+        return StepResult(
+            optimizer_steps=made, nonfinite_steps=0, metrics={"skipped_steps": Max(1 - made)}, seconds={}
+        )
+
+    async def save_checkpoint(self, path: str) -> FileEntries:
+        return {}
+
+    async def load_checkpoint(self, path: str) -> None: ...
+
+    async def export_hugging_face(self, path: str) -> FileEntries:
+        return {}

@@ -1,0 +1,14 @@
+"""The configuration of a run with a folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from invrl.run.config import Config, Source, resolve
+
+
+def config(root: Path, name: str = "", **train: Any) -> Config:
+    return resolve(
+        Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
+    )
