@@ -36,7 +36,8 @@ from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.tasks import feedback_notes, label_notes
+from invrl.rollout.task_labels import guess_notes
+from invrl.rollout.tasks import feedback_notes
 from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
@@ -134,7 +135,7 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
         logger.warning("%s", finding)
         observer.note(finding)
     if not config.trains_alone:
-        for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
+        for sentence in [*guess_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
 
 

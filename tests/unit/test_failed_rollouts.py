@@ -32,7 +32,6 @@ from invrl.observe.step_metrics import rollout_metrics
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
-from invrl.rollout.tasks import label_notes
 from invrl.run.config import resolve
 from invrl.types import FailedRollout, Task
 
@@ -516,21 +515,6 @@ def test_an_evaluation_line_counts_the_rollouts_that_failed(capsys: pytest.Captu
     assert "eval/easy/greedy/accuracy 0 (16 of 16 rollouts failed)" in capsys.readouterr().out
     PlainProgress(3).step(2, values | {"eval/easy/greedy/failed": 0.0})
     assert "failed" not in capsys.readouterr().out
-
-
-def test_labels_that_are_missing_or_empty_are_told_before_the_run(tmp_path: Path) -> None:
-    def notes(*lines: str, **settings: Any) -> list[str]:
-        file = tmp_path / "tasks.jsonl"
-        file.write_text("\n".join(lines))
-        return label_notes(RolloutConfig(task_file=str(file), **settings))
-
-    assert notes('{"q": "a", "label": "1"}', '{"q": "b", "label": ""}') == []
-    (missing,) = notes('{"q": "a", "answer": 1}', '{"q": "b", "answer": 2}')
-    assert "has the field 'label', so every Task.label is None; --task-label-key" in missing
-    assert "(the file has: answer, q)" in missing
-    (empty,) = notes('{"q": "a", "label": ""}', '{"q": "b", "label": null}', '{"label": []}')
-    assert "(field 'label') are all empty" in empty
-    assert notes('{"label": 0}', '{"label": false}') == []
 
 
 def test_a_restart_s_buffer_still_restores_failures_that_count() -> None:

@@ -1,4 +1,4 @@
-"""What the settings of a run name, looked at before any process starts: user code, tasks, trackers, saved
+"""What the settings of a run name, looked at before any process starts: user code, trackers, saved
 batches, options of other packages, the gateway's port.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
@@ -76,30 +76,6 @@ def longest_conversation(config: Config) -> int:
 
     limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
     return min(limits.context_length, config.train.max_row_tokens or limits.context_length)
-
-
-def check_eval_sets(config: Config) -> None:
-    """The named held-out sets of a training run."""
-    sets = config.rollout.eval_sets
-    if not sets:
-        return
-    if not config.rollout.eval_tasks:
-        fix = "set --eval-tasks, or leave --eval-sets out"
-        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
-    check_held_out_tasks(config)
-
-
-def check_held_out_tasks(config: Config) -> None:
-    """All held-out tasks can be read, and there are as many as the settings ask for."""
-    from invrl.rollout.tasks import load_eval_sets
-
-    load_eval_sets(config.rollout, config.run.seed)
-
-
-def check_tasks(config: Config) -> object:
-    from invrl.rollout import tasks
-
-    return tasks.check_tasks(config.rollout, config.run.seed)
 
 
 def check_algorithm(config: Config) -> None:
