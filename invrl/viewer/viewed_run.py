@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
+from invrl.near_path import fix_of_path
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
@@ -380,7 +381,7 @@ def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
 def _check_folder(folder: RunFolder) -> None:
     fix = "give the folder that `invrl train` printed"
     if not folder.path.is_dir():
-        raise ConfigError("RUN", str(folder.path), "there is no such folder", fix)
+        raise ConfigError("RUN", str(folder.path), "there is no such folder", fix_of_path(folder.path, fix))
     try:
         is_run = folder.config_path.exists()
     except OSError as error:
