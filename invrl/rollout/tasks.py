@@ -155,7 +155,14 @@ def _check_sendable(config: RolloutConfig, seed: int) -> None:
             raise ConfigError(field, getattr(config, field), str(error), fix) from error
 
 
-def _check_one_place(config: RolloutConfig, file: str) -> None:
+_TRAINING_FIX = "give one of --task-source-path and --task-file"
+_HELD_OUT_FIX = (
+    "give one of --task-file FILE, --eval-sets NAME=FILE and --task-source-path module:source (its split "
+    "'eval'), or a --config that names tasks"
+)
+
+
+def _check_one_place(config: RolloutConfig, file: str, *, fix: str = _TRAINING_FIX) -> None:
     """Checks that tasks come from either a source or a file."""
     if config.task_source_path and file:
         reason = f"both a task source and the file {file} are given"
@@ -163,7 +170,6 @@ def _check_one_place(config: RolloutConfig, file: str) -> None:
         reason = "there are no tasks"
     else:
         return
-    fix = "give one of --task-source-path and --task-file"
     raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
@@ -311,5 +317,5 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
     if eval_config.eval_sets:
         return eval_config
     file = eval_config.eval_task_file or eval_config.task_file
-    _check_one_place(eval_config, file)
+    _check_one_place(eval_config, file, fix=_HELD_OUT_FIX)
     return eval_config.model_copy(update={"task_file": "", "eval_task_file": file})

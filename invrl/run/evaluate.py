@@ -19,7 +19,7 @@ from invrl.rollout.evaluation import EvalScore, failure_note
 from invrl.rollout.task_labels import guess_notes
 from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
-from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.ray_session import start_ray
 from invrl.run.tokenizer import keep_tokenizer
 from invrl.store.run_folder import RunFolder
@@ -50,7 +50,10 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             f"{folder.printed_by_agents}"
         )
         failures = EvaluationFailures(
-            at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), warn=note
+            at_start=config.buffer.max_failures_at_start,
+            rules=config.buffer.failure_rules(),
+            warn=note,
+            show_all=command_for_failures(folder),
         )
         evaluating = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
         evaluation = await first_to_fail(evaluating, serving.watch())

@@ -44,8 +44,8 @@ FOREIGN_NAMES: dict[str, str] = {
         " micro_train_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu"
     ),
     "max_row_tokens": (
-        "max_seq_length_train max_row_length train_max_length max_sequence_length cutoff_len max_prompt_length"
-        " max_prompt_len rollout_max_prompt_len prompt_length"
+        "max_seq_length_train max_row_length train_max_length max_sequence_length cutoff_len"
+        " max_prompt_length max_prompt_len rollout_max_prompt_len prompt_length"
     ),
     "num_steps": (
         "max_steps steps total_steps train_steps total_training_steps num_rollout iterations num_episodes"
@@ -172,7 +172,9 @@ _ANSWERS = {
     "model's chat template": "system_prompt apply_chat_template",
     "a reward is a number from code: return it, or give --reward-function-path module:name, which may ask a "
     "model": ("reward_model reward_model_path reward_pretrain rm_type rm_path rm_url remote_rm_url"),
-    "leave it out: `invrl export RUN --step N` writes a folder that can be uploaded": "push_to_hub hub_model_id",
+    "leave it out: `invrl export RUN --step N` writes a folder that can be uploaded": (
+        "push_to_hub hub_model_id"
+    ),
     "leave it out: the tasks of a file are shuffled anew for each pass": "rollout_shuffle",
 }
 """By what to do instead: names of which there is no setting here."""

@@ -14,7 +14,7 @@ from invrl.observe.sinks import RunObserver
 from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.run.config import Config
-from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.store.run_folder import RunFolder
 from invrl.types import Outcome, WeightVersion
 
@@ -57,6 +57,7 @@ class HeldOutEvaluations:
                 at_start=config.buffer.max_failures_at_start,
                 rules=config.buffer.failure_rules(),
                 warn=observer.note,
+                show_all=command_for_failures(folder, held_out=True),
             )
         )
         """Of the evaluation that goes on, or of the last one."""

@@ -46,7 +46,7 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.data import load_run_data
-from invrl.run.failed_rollouts import report_failures
+from invrl.run.failed_rollouts import command_for_failures, report_failures
 from invrl.run.gpu_turns import GpuTurns
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
@@ -308,7 +308,7 @@ class _TrainingRun:
             trace=trace,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
-        reporter = FailureReporter(config.buffer.failure_limits())
+        reporter = FailureReporter(config.buffer.failure_limits(), show_all=command_for_failures(self.folder))
         async with in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,

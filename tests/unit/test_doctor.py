@@ -365,6 +365,16 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     ("held-out training tasks", held_out_again, "held-out tasks apart", WARNING, "1 of 1", "hold out other"),
     ("advantage", flag(advantage="grpoo"), "algorithm functions", FAILED, "built-in", "'grpo'"),
+    ("exponent", flag(lr="3"), "magnitudes", WARNING, "lr = 3, usually 1e-08 to 0.001", "exponent"),
+    ("heat", flag(temperature="10"), "magnitudes", WARNING, "temperature = 10", "exponent"),
+    (
+        "stale",
+        flag(max_staleness="2", correction="none"),
+        "off-policy correction",
+        WARNING,
+        "2 versions",
+        "set",
+    ),
     ("SGLang option", flag(sglang_attention_backend="tritn"), "sglang options", FAILED, "choice", "triton"),
     (
         "router option",

@@ -19,7 +19,13 @@ from test_gateway_turns import ENV_KEY, Running, model, renderer, running
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, with_failure_reward
+from invrl.buffer.failures import (
+    GROUP_FILTER,
+    FailureLimits,
+    FailureReport,
+    FailureReporter,
+    with_failure_reward,
+)
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
@@ -33,6 +39,8 @@ from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
 from invrl.run.config import resolve
+from invrl.run.failed_rollouts import command_for_failures
+from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Task
 
 __all__ = ["model", "renderer"]
@@ -411,6 +419,17 @@ def test_the_first_failure_of_each_reason_is_told_at_once_with_its_line_of_user_
     two = replace(one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"})
     (text,) = reporter.texts(two)
     assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
+
+
+def test_the_first_failure_names_the_command_that_shows_the_others() -> None:
+    """Six rollouts may have raised six different exceptions, and the console shows one."""
+    folder = RunFolder(path=Path("/runs/my run"))
+    reporter = FailureReporter(limits(128), show_all=command_for_failures(folder))
+    failures = {"exception": TRACEBACK, GROUP_FILTER: "KeyError: 'x'"}
+    rollout, group_filter = reporter.texts(FailureReport(failed={}, finished=0, alike=1, firsts=failures))
+    assert rollout.endswith(": invrl samples '/runs/my run' --failed")
+    assert "invrl samples" not in group_filter, "it is no rollout"
+    assert command_for_failures(folder, held_out=True).endswith("--failed --eval")
 
 
 def at_start(buffer: GroupBuffer) -> None:

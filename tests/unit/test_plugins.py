@@ -152,7 +152,7 @@ def test_built_in_names_come_first() -> None:
         ("./json.py:rollout", "Python finds another json first", "rename the file"),
         ("./my_notes.txt:rollout", "no name of a Python module", "rename it"),
         ("my_agnet:rollout", "no module 'my_agnet'", "did you mean 'my_agent:rollout'"),
-        ("my_package.reward:exact", "no module 'my_package.reward'", "did you mean 'my_package.rewards:exact'"),
+        ("my_package.reward:exact", "no module 'my_package.reward'", "mean 'my_package.rewards:exact'"),
         ("nowhere_at_all_xyz.deep:f", "no module 'nowhere_at_all_xyz'", "as Python imports it"),
         ("raises:f", "ZeroDivisionError: division by zero", 'python -c "import raises"'),
         ("raises:f", "raises.py:3", "import raises"),

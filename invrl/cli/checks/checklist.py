@@ -107,6 +107,7 @@ CHECKS = (
     _of_settings("labels", task_checks.check_held_out_labels, EVAL),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
+    _of_settings("magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("traces", settings_checks.check_traces, EVERY),
     _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
