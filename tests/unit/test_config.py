@@ -167,7 +167,7 @@ def test_the_tree_is_frozen() -> None:
         (["--learnin-rate", "1e-5"], "command line", "no such flag", "did you mean --lr?"),
         (["--batch-size", "8"], "command line", "no such flag", "did you mean --rollout-batch-size?"),
         (["--epochs", "3"], "command line", "no such flag", "did you mean --num-steps or --data-epochs?"),
-        (["--epochs", "3", "--data-path", "d"], "command line", "no such flag", "did you mean --data-epochs?"),
+        (["--epochs", "3", "--data-path", "d"], "command line", "no such flag", "mean --data-epochs?"),
         (["--max-tokens", "64"], "command line", "no such flag", "did you mean --max-new-tokens?"),
         (["--temp", "1"], "command line", "no such flag", "did you mean --temperature?"),
         (["--model", "x"], "command line", "no such flag", "did you mean --model-path?"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from invrl.cli.checks import (
+    code_checks,
     data_checks,
     machine_checks,
     model_checks,
@@ -74,6 +75,8 @@ _MODEL_FOLDER = "model folder"
 _TRAINABLE_MODEL = "trainable model"
 _ROUTER = "router"
 _TASKS = "tasks"
+_ROLLOUT_FUNCTION = "rollout function"
+_REWARD_FUNCTION = "reward function"
 
 
 CHECKS = (
@@ -96,8 +99,10 @@ CHECKS = (
         commands=ENGINES,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
-    _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings(_ROLLOUT_FUNCTION, settings_checks.check_rollout_function, ROLLOUTS),
+    _of_settings("rollout code", code_checks.check_rollout_code, ROLLOUTS, needs=_ROLLOUT_FUNCTION),
+    _of_settings(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings("reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION),
     _of_settings("row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER),
     _of_settings("held-out sets", task_checks.check_eval_sets, TRAIN),
     _of_settings("held-out tasks", task_checks.check_held_out_tasks, EVAL),
