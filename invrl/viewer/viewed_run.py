@@ -315,8 +315,22 @@ class ViewedRun:
                 "tokens": has_text,
                 "trained_tokens": self.folder.trained_tokens_path.is_dir(),
             },
+            "outcome": self._outcome(num_steps if isinstance(num_steps, int) else None),
             "notes": self._notes(),
         }
+
+    def _outcome(self, num_steps: int | None) -> str:
+        from invrl.viewer.outcome import outcome_line, telling_metrics
+
+        state = self.state()
+        return outcome_line(
+            state=state,
+            step=self.metrics.last_step,
+            num_steps=num_steps,
+            report=self.folder.report_path,
+            series=self.metrics.series(telling_metrics(self.metrics.names())),
+            log_end=self._end_of_log() if state == "failed" else "",
+        )
 
     def _from_store(self) -> tuple[float | None, int, float | None]:
         """When the first incarnation started, the number of incarnations, and the end of the last turn."""
