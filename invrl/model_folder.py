@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
+from invrl.near_path import fix_of_path
 
 _PREPARE = "give a Hugging Face model folder; `invrl prepare-model` makes one"
 _SAVE_TOKENIZER = (
@@ -76,7 +77,7 @@ def check_is_folder(field: str, given: str, folder: Path) -> None:
         return
     plausible_path = Path(given).expanduser().parent
     if not _HUB_ID.fullmatch(given) or plausible_path.is_dir():
-        raise ConfigError(field, given, "no such folder", _PREPARE)
+        raise ConfigError(field, given, "no such folder", fix_of_path(Path(given), _PREPARE))
     reason = "no such folder: it looks like the id of a model on a hub, and invrl takes folders"
     fix = f"download it (`hf download {given} --local-dir FOLDER`), and give FOLDER"
     cached = _in_hub_cache(given)

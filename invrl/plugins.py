@@ -115,7 +115,7 @@ def _find(path: str, built_in_names: list[str], make_error: MakeError) -> tuple[
         module_name = _module_of_file(file, attribute, make_error)
     if not colon or not _all_identifiers(f"{module_name}.{attribute}"):
         raise _malformed(path, built_in_names, make_error)
-    module = _import(module_name, make_error)
+    module = _import(module_name, attribute, make_error)
     if file:
         _check_same_file(module, module_name, file, make_error)
     return _reach(module, module_name, attribute, make_error), attribute
@@ -176,7 +176,8 @@ def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
     raise make_error(reason, fix)
 
 
-def _import(module_name: str, make_error: MakeError) -> object:
+def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
+    """The module. `attribute`: what is wanted of it, for the fix. Raises PluginError."""
     working_folder = os.getcwd()
     if working_folder not in sys.path:
         sys.path.insert(0, working_folder)
@@ -187,7 +188,10 @@ def _import(module_name: str, make_error: MakeError) -> object:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} (looked in {working_folder} and the Python path)"
-            fix = _suggest(missing, _siblings(missing), "give the module as Python imports it")
+            paths = [
+                f"{module_name.replace(missing, sibling, 1)}:{attribute}" for sibling in _siblings(missing)
+            ]
+            fix = _suggest(f"{module_name}:{attribute}", paths, "give the module as Python imports it")
             raise make_error(reason, fix) from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"

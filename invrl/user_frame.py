@@ -59,7 +59,7 @@ def describe_exception(error: BaseException) -> str:
 def returned_at(function: Callable[..., Any]) -> str:
     """Where the function's result comes from, as "FILE:LINE, in NAME: TEXT": its `return` if it has exactly
     one, else its first line. Returns "" for a function without source."""
-    code = _undecorated(function)
+    code = undecorated(function)
     try:
         lines, first_line = inspect.getsourcelines(code)
         file = inspect.getsourcefile(code) or ""
@@ -86,19 +86,19 @@ def _last_user_line(trace: TracebackType | None, function_file: str) -> str:
     line = ""
     for frame, line_number in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
-        if file == function_file or _is_user_file(file):
+        if file == function_file or is_user_file(file):
             line = _format_line(file, line_number, frame.f_code.co_name)
     return line
 
 
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = Path(file).resolve()
     return not any(path.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
-def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function below its decorators; for an object that can be called, its `__call__`."""
     inner = inspect.unwrap(function)
     if inspect.isroutine(inner):
@@ -108,7 +108,7 @@ def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _source_file(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsourcefile(_undecorated(function)) or ""
+        return inspect.getsourcefile(undecorated(function)) or ""
     except TypeError:  # written in C
         return ""
 

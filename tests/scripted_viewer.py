@@ -51,6 +51,7 @@ def run_value(run: str, step: int = 8, state: str = "ended") -> dict[str, Any]:
         "incarnations": 2,
         "index": index,
         "has": {},
+        "outcome": f"training reward: 0.250 at step 1 → 0.875 at step 8; ended after step 8 of 8 {HOSTILE}",
         "notes": [f"half a line {HOSTILE}"],
     }
 

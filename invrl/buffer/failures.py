@@ -197,10 +197,11 @@ class FailureStreak:
 class FailureReporter:
     """Decides which warnings about failures are due. The first failure of each reason is reported at once. A
     streak of identical failures is reported early while no rollout has finished, and later whenever it is
-    four times as long as when it was last reported."""
+    four times as long as when it was last reported. `show_all`: the command that shows every one."""
 
-    def __init__(self, limits: FailureLimits) -> None:
+    def __init__(self, limits: FailureLimits, *, show_all: str = "") -> None:
         self._limits = limits
+        self._show_all = show_all
         self._reported_length = 0
         """How long the streak of identical failures was when it was last reported."""
         self._reported_reasons: set[str] = set()
@@ -213,7 +214,10 @@ class FailureReporter:
                 continue
             self._reported_reasons.add(reason)
             what = _USER_CODE_FAULTS.get(reason, f"the first rollout that failed ({reason})")
-            texts.append(f"warning: {what}:\n{shown_detail(detail)}")
+            text = f"warning: {what}:\n{shown_detail(detail)}"
+            if self._show_all and reason not in _USER_CODE_FAULTS:
+                text += f"\n    the others may say something else: {self._show_all}"
+            texts.append(text)
         streak_warning = self._streak_warning(report)
         if streak_warning:
             texts.append(streak_warning)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ConfigError
+from invrl.near_path import fix_of_path
 from invrl.run.name_suggestions import nearest
 from invrl.store.run_folder import RunFolder
 
@@ -61,5 +62,6 @@ def read_run_folder(arguments: Sequence[str]) -> RunFolder:
         raise ConfigError("RUN", "", "it is missing", fix)
     folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
     if not folder.config_path.exists():
-        raise ConfigError("RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix)
+        reason = "not a run folder: it has no config.resolved.toml"
+        raise ConfigError("RUN", str(folder.path), reason, fix_of_path(folder.path, fix))
     return folder

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from invrl.cli.arguments import split_flag, take_value
 from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
+from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.config import SECTIONS, UPSTREAM, Scalar, Source, read_toml
 from invrl.run.name_suggestions import nearest_setting
@@ -84,6 +85,7 @@ class _FlagParser:
         self.files: list[Source] = []
         self.tables: dict[str, dict[str, Scalar]] = {}
         self._command = command
+        self._arguments = tuple(arguments)
         self._used = settings_of(command)
 
     def read_next(self) -> None:
@@ -135,12 +137,20 @@ class _FlagParser:
         """The error for an unknown flag, or for a value that no flag takes. What looks like the value of an
         unknown flag is removed with it."""
         names = [name for name, setting in _BY_FLAG.items() if self._used.uses(setting.table, setting.key)]
-        fix = nearest_setting(flag, [*names, CONFIG_FLAG])
+        fix = nearest_setting(flag, [*names, CONFIG_FLAG], on_file=self._trains_on_file)
         if not flag.startswith("--"):
             return ConfigError("command line", flag, "no flag takes this", fix)
         if value is None and self.rest and not self.rest[0].startswith("--"):
             self.rest.pop(0)
         return ConfigError("command line", flag, "no such flag", fix)
+
+    @property
+    def _trains_on_file(self) -> bool:
+        """Whether what has been given, behind the flag too, says that the run trains on a file."""
+        flags = [split_flag(argument)[0] for argument in self._arguments]
+        if "--data-path" in flags or self.tables.get("algorithm", {}).get("objective") in KIND_OF_OBJECTIVE:
+            return True
+        return any("data_path" in file.tables.get("data", {}) for file in self.files)
 
 
 def _package_of(flag: str) -> str | None:

@@ -3,6 +3,7 @@
 Every path is absolute and exists. The run's configuration may name tasks and code relative to the
 folder that it was started in, so that folder is named too."""
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from invrl.observe.samples import failed_purposes
+from invrl.run.checkpoint import keep_model
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
 from invrl.store.run_folder import RunFolder
@@ -30,8 +33,20 @@ class NextCommand:
 
 
 def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[NextCommand]:
-    """The commands that can be used with what the run has written. `finished`: it reached its last step."""
+    """The commands that can be used with what the run has written. `finished`: it reached its last step, or
+    it has none, as an evaluation."""
     return list(_commands(config, folder, finished=finished))
+
+
+def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
+    """Prints `describe_next`, and keeps the model that it names."""
+    text = describe_next(config, folder, finished=finished)
+    model = Checkpoints(folder.checkpoints_path).newest_model()
+    if model is not None:
+        keep_model(model)
+    if text:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(text, flush=True)
 
 
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
@@ -67,6 +82,11 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
             yield NextCommand(arguments=arguments, purpose="measure it")
     if folder.store_path.exists():
         yield NextCommand(arguments=(*invrl, "samples", run), purpose="read what it said")
+        failed = failed_purposes(folder.store_path)
+        if failed:
+            held_out = () if "train" in failed else ("--eval",)
+            arguments = (*invrl, "samples", run, "--failed", *held_out)
+            yield NextCommand(arguments=arguments, purpose="read why rollouts failed")
     if folder.metrics_path.exists():
         yield NextCommand(arguments=(*invrl, "view", run), purpose="look at it in a browser")
     if folder.tensorboard_path.exists():

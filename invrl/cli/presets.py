@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from invrl.errors import ConfigError
+from invrl.near_path import fix_of_path
 
 _FOLDER = Path(__file__).parents[1] / "presets"
 """Part of the package, so that a checkout and a wheel have it in the same place."""
@@ -15,9 +16,7 @@ def preset_names() -> list[str]:
 
 def configuration_file(name_or_path: str) -> Path:
     """The file that the value of `--config` means: the path of a file, or else the name of a preset. Raises
-    ConfigError for a path that does not exist and whose file name is that of a preset.
-
-    Any other path is returned as it is: reading it raises the error.
+    ConfigError if it is neither, with the nearest file or preset.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -29,4 +28,8 @@ def configuration_file(name_or_path: str) -> Path:
         reason = f"there is no such file in {Path.cwd()}"
         fix = f"give the preset by its name, from any folder: --config {path.stem}"
         raise ConfigError("--config", name_or_path, reason, fix)
-    return path
+    if path.exists():  # a folder: reading it raises the error
+        return path
+    reason = f"there is neither such a file in {path.absolute().parent} nor such a preset"
+    fix = f"give a readable TOML file, or a preset: {', '.join(presets)}"
+    raise ConfigError("--config", name_or_path, reason, fix_of_path(path, fix, names=presets))

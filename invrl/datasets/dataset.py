@@ -124,6 +124,11 @@ class Dataset:
             text += f"; {len(self.held_out):,} held out"
         return text
 
+    def shared_rows(self) -> int:
+        """How many held-out rows say the same as a row that is trained."""
+        trained = {repr(row.sides) for row in self.rows}
+        return sum(repr(row.sides) in trained for row in self.held_out)
+
     def _samples_of_all(self, field_name: str, file: str, rows: tuple[DataRow, ...]) -> Iterator[TrainSample]:
         for row in rows:
             try:

@@ -7,6 +7,8 @@ step."""
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,6 +76,18 @@ def read_samples(path: Path, failure_rules: Mapping[FailureReason, FailureRule])
     finally:
         store.close()
     return list(samples.values())
+
+
+def failed_purposes(path: Path) -> set[str]:
+    """What the rollouts were for that failed: "train", "eval". Empty if none did, or if the store at `path`
+    cannot be read."""
+    # The outcome is a blob of compact JSON (`rows.py`).
+    question = "SELECT DISTINCT purpose FROM sessions WHERE parent_id = '' AND instr(outcome, ?)"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as store:
+            return {purpose for (purpose,) in store.execute(question, (b'"outcome":"failed"',))}
+    except sqlite3.Error:
+        return set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,11 @@ class RolloutConfig(Section):
     task_id_key: str = Field(
         "id", description="field that holds the task's id (without it, the line or row number)"
     )
-    task_label_key: str = Field("label", description="field that holds the task's label")
+    task_label_key: str = Field(
+        "label",
+        description="field that holds the task's label; where no row has `label`: `answer`, `solution` or "
+        "`target`, the first that all rows have",
+    )
     eval_task_file: str = Field(
         "", description="file of held-out tasks (a task source has its split 'eval' instead)"
     )

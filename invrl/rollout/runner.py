@@ -27,6 +27,7 @@ from invrl.extra_columns import ExtraNumbers
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.reasons import FailureReason
+from invrl.rollout.advice import advice_on
 from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_numbers, valid_reward
 from invrl.types import Task
 from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
@@ -180,9 +181,10 @@ class Runner:
             place = returned_at(function)
         else:
             place = raised_at(error, function)
-        if not place:
-            return failure
-        return Failure(reason=failure.reason, detail=f"{failure.detail.rstrip()}\n{USER_FRAME_PREFIX}{place}")
+        lines = [failure.detail.rstrip(), advice_on(_chain(error))]
+        if place:
+            lines.append(f"{USER_FRAME_PREFIX}{place}")
+        return Failure(reason=failure.reason, detail="\n".join(line for line in lines if line))
 
     async def _call(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

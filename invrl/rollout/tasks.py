@@ -8,7 +8,6 @@ occurred before are called "id@1", "id@2", ...; the buffer does the same for "tr
 evaluation."""
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
@@ -21,6 +20,8 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
 from invrl.rollout.source_check import check_feedback, has_feedback
+from invrl.rollout.task_files import EVAL_SET_FIX, is_source, split_eval_set
+from invrl.rollout.task_labels import label_key
 from invrl.store.lease_store import encoded_task
 from invrl.store.row_file import Rows, read_rows, row_unit
 from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
@@ -36,7 +37,7 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
     if config.task_source_path:
         source = _load_source(config)
         return _distinct(_checked_passes(source, config.task_source_path, split, seed))
-    return iter(_read_split(config, split))
+    return iter(read_task_file(config, split))
 
 
 def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
@@ -45,7 +46,7 @@ def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
         tasks = _listed_tasks(config, seed)
         return Curriculum(tasks, CURRICULA[config.curriculum], decay=config.curriculum_decay, seed=seed)
     if not config.task_source_path:
-        return _shuffled_epochs(_read_split(config, "train"), seed)
+        return _shuffled_epochs(read_task_file(config, "train"), seed)
     source = _load_source(config)
     first_pass = _call_source(source, config.task_source_path, seed)
     if has_feedback(first_pass):
@@ -82,7 +83,7 @@ def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
         passes = _checked_passes(source, path, "train", seed, first_pass, repeated=False)
         tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
     else:
-        tasks = _read_split(config, "train")[: wanted or None]
+        tasks = read_task_file(config, "train")[: wanted or None]
     if len(tasks) > CURRICULUM_MAX_TASKS:
         reason = f"there are more than {CURRICULUM_MAX_TASKS} training tasks, or they have no end"
         fix = f"give --curriculum-tasks N, at most {CURRICULUM_MAX_TASKS}, to pick among the first N"
@@ -124,29 +125,6 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         load_eval_tasks(config, seed)
 
 
-def label_notes(config: RolloutConfig) -> list[str]:
-    """Notes about task files without labels, or with empty ones. A run may need no labels, but its author
-    should know that there are none."""
-    files = [("task_file", config.task_file)]
-    if config.eval_tasks:
-        files.append(("eval_task_file", config.eval_task_file))
-    notes: list[str] = []
-    for field, file in files:
-        if not file:
-            continue
-        rows = _read_rows(field, file)
-        key = config.task_label_key
-        labels = _column(rows, field, file, "task_label_key", key)
-        if labels is None:
-            notes.append(
-                f"no task of {file} has the field {key!r}, so every Task.label is None; "
-                f"--task-label-key names another (the file has: {_field_names(rows)})"
-            )
-        elif all(label in (None, "", [], {}) for label in labels):
-            notes.append(f"the labels of {file} (field {key!r}) are all empty")
-    return notes
-
-
 def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
     """Notes about a task source that is told outcomes and cannot keep them over a resume."""
     if not config.task_source_path or config.curriculum != "none":
@@ -165,7 +143,7 @@ def _check_sendable(config: RolloutConfig, seed: int) -> None:
     first of a source."""
     if config.task_file:
         field = "task_file"
-        tasks = iter(_read_split(config, "train"))
+        tasks = iter(read_task_file(config, "train"))
     else:
         field = "task_source_path"
         tasks = islice(load_tasks(config, "train", seed), 1)
@@ -177,7 +155,14 @@ def _check_sendable(config: RolloutConfig, seed: int) -> None:
             raise ConfigError(field, getattr(config, field), str(error), fix) from error
 
 
-def _check_one_place(config: RolloutConfig, file: str) -> None:
+_TRAINING_FIX = "give one of --task-source-path and --task-file"
+_HELD_OUT_FIX = (
+    "give one of --task-file FILE, --eval-sets NAME=FILE and --task-source-path module:source (its split "
+    "'eval'), or a --config that names tasks"
+)
+
+
+def _check_one_place(config: RolloutConfig, file: str, *, fix: str = _TRAINING_FIX) -> None:
     """Checks that tasks come from either a source or a file."""
     if config.task_source_path and file:
         reason = f"both a task source and the file {file} are given"
@@ -185,7 +170,6 @@ def _check_one_place(config: RolloutConfig, file: str) -> None:
         reason = "there are no tasks"
     else:
         return
-    fix = "give one of --task-source-path and --task-file"
     raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
@@ -239,8 +223,8 @@ def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
         yield from rng.sample(tasks, len(tasks))
 
 
-def _read_split(config: RolloutConfig, split: str) -> list[Task]:
-    """The tasks of the split's file, in its order. Raises ConfigError."""
+def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
+    """The tasks of the file of split "train" or "eval", in its order. Raises ConfigError."""
     if split == "train":
         field = "task_file"
         file = config.task_file
@@ -249,7 +233,7 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
         file = config.eval_task_file
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
-    labels = _column(rows, field, file, "task_label_key", config.task_label_key)
+    labels = _column(rows, field, file, "task_label_key", label_key(rows, config.task_label_key))
     tasks: list[Task] = []
     first_number: dict[str, int] = {}
     for index, (number, row) in enumerate(rows):
@@ -305,12 +289,6 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
     raise ConfigError(field, file, reason, USABLE_ID_FIX)
 
 
-_EVAL_SET = re.compile(r"([\w.-]{1,64})=(.+)")
-_SOURCE_PATH = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
-"""An import path, by module or by file. Anything else is a file of tasks."""
-_EVAL_SET_FIX = "write name=tasks.jsonl or name=module:source, each name once"
-
-
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
     """The first `eval_tasks` tasks (0: all) of each set, by the set's name. Without `eval_sets` there is one
     set, whose name is empty. Raises ConfigError, PluginError."""
@@ -318,10 +296,10 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
         return {"": load_eval_tasks(config, seed)}
     sets: dict[str, tuple[Task, ...]] = {}
     for entry in config.eval_sets:
-        name, location = _split_eval_set(entry)
+        name, location = split_eval_set(entry)
         if name in sets:
-            raise ConfigError("eval_sets", entry, f"another set is called {name!r}", _EVAL_SET_FIX)
-        if _SOURCE_PATH.fullmatch(location):
+            raise ConfigError("eval_sets", entry, f"another set is called {name!r}", EVAL_SET_FIX)
+        if is_source(location):
             place = {"task_source_path": location, "eval_task_file": ""}
         else:
             place = {"task_source_path": "", "eval_task_file": location}
@@ -332,15 +310,6 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
     return sets
 
 
-def _split_eval_set(entry: str) -> tuple[str, str]:
-    """The name and the location of an entry of `eval_sets`. Raises ConfigError."""
-    match = _EVAL_SET.fullmatch(entry)
-    if match is None:
-        reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
-        raise ConfigError("eval_sets", entry, reason, _EVAL_SET_FIX)
-    return match[1], match[2]
-
-
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
     """The configuration as `invrl eval` reads it: the task file holds held-out tasks, and our own workers run
     the rollouts. Raises ConfigError unless tasks come from exactly one place."""
@@ -348,5 +317,5 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
     if eval_config.eval_sets:
         return eval_config
     file = eval_config.eval_task_file or eval_config.task_file
-    _check_one_place(eval_config, file)
+    _check_one_place(eval_config, file, fix=_HELD_OUT_FIX)
     return eval_config.model_copy(update={"task_file": "", "eval_task_file": file})

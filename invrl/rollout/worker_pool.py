@@ -162,7 +162,10 @@ class WorkerPool:
             worker.kill()
             reason = f"{worker.name} did not answer within {self._run_timeout_s:g} s"
             self._replace(pooled, reason)
-            detail = f"{reason}: its code blocks the worker's event loop or holds the interpreter's lock"
+            detail = (
+                f"{reason}: its code blocks the worker's event loop or holds the interpreter's lock, as a "
+                "synchronous client or a long computation in an async function does; write it with def"
+            )
             return await self._abort(assignment, FailureReason.TIMEOUT, detail)
         finally:
             pooled.num_running -= len(assignment.sessions)

@@ -33,7 +33,8 @@ from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
-from invrl.run.name_suggestions import meant_setting, nearest, nearest_setting
+from invrl.run.name_suggestions import answer_without_setting, meant_setting, nearest, nearest_setting
+from invrl.run.value_suggestions import value_fix
 from invrl.section import Section
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
@@ -290,6 +291,9 @@ def _table_fix(key: str) -> str:
     if table:
         return f"move it to table [{table}]"
     setting = meant_setting(key)
+    answer = answer_without_setting(key)
+    if answer:
+        return answer
     if setting:
         return f"write it as {setting}, in table [{_table_of(setting)}]"
     return f"write [{key}] and its keys below"
@@ -329,7 +333,7 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
         reason = "no such table"
         fix = nearest(table, known)
     elif key in known:
-        fix = f"set {key}: {known[key].description} (default: {known[key].default!r})"
+        fix = value_fix(key, finding["input"], known[key])
     reason += f" (from {_origin_of(table, key, sources)})"
     if error.error_count() > 1:
         reason += f" ({error.error_count() - 1} more)"

@@ -13,6 +13,7 @@ from invrl.algorithms.objectives import ON_ROLLOUTS
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.algorithm_contradictions import ON_DATA, WITH_ROLLOUTS, Contradictions
+from invrl.run.value_suggestions import wrong_name
 from invrl.section import Section
 from invrl.train.activations import recomputed_modules
 from invrl.weights.config import WeightSyncConfig
@@ -43,6 +44,14 @@ def check(config: Config) -> None:
     for field, value in values.items():  # counts are sent as int32 (token ids, positions, versions)
         if isinstance(value, int) and abs(value) > _MAX_COUNT:
             raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
+
+
+def _names(config: Config) -> Contradictions:
+    """Names of algorithms in the wrong setting, and objectives that do not exist."""
+    for name in ("objective", "advantage", "policy_loss"):
+        fix = wrong_name(name, getattr(config.algorithm, name))
+        if fix:
+            yield f"algorithm.{name}", "it is no such name, and not of the form module:name", fix
 
 
 def _data(config: Config) -> Contradictions:
@@ -458,8 +467,9 @@ def _determinism(config: Config) -> Contradictions:
         yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
 
 
-_ON_DATA = (_modes, _data, _schedule, *ON_DATA)
+_ON_DATA = (_names, _modes, _data, _schedule, *ON_DATA)
 _WITH_ROLLOUTS = (
+    _names,
     _modes,
     _without_data,
     _schedule,

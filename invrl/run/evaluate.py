@@ -16,9 +16,10 @@ from invrl.host import interrupts
 from invrl.host.printable import for_stdout
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
+from invrl.rollout.task_labels import guess_notes
 from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
-from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.run.ray_session import start_ray
 from invrl.run.tokenizer import keep_tokenizer
 from invrl.store.run_folder import RunFolder
@@ -33,6 +34,8 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.described}; run folder {folder.path}")
+    for sentence in guess_notes(config.rollout):
+        note(f"note: {sentence}")
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
@@ -47,7 +50,10 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             f"{folder.printed_by_agents}"
         )
         failures = EvaluationFailures(
-            at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), warn=note
+            at_start=config.buffer.max_failures_at_start,
+            rules=config.buffer.failure_rules(),
+            warn=note,
+            show_all=command_for_failures(folder),
         )
         evaluating = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
         evaluation = await first_to_fail(evaluating, serving.watch())

@@ -4,6 +4,7 @@ fails."""
 
 import asyncio
 import logging
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -11,10 +12,17 @@ from invrl.buffer.config import FailureRule
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, FailureStreak
 from invrl.errors import DeadlineError, ServerError
 from invrl.reasons import FailureReason
+from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Outcome
 
 logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0
+
+
+def command_for_failures(folder: RunFolder, *, held_out: bool = False) -> str:
+    """The command that shows the failed rollouts of the run; of its evaluations if `held_out`."""
+    command = f"invrl samples {shlex.quote(str(folder.path))} --failed"
+    return f"{command} --eval" if held_out else command
 
 
 class FailureSource(Protocol):
@@ -60,8 +68,9 @@ class EvaluationFailures:
     accuracy of 0 would hide that nothing was measured. Once a rollout has finished, failures are only
     counted.
 
-    `warn` receives each warning. `rules`: what becomes of failures in training. Failures that count with a
-    reward there are the model's own, and do not end an evaluation."""
+    `warn` receives each warning. `show_all`: the command that shows every failure. `rules`: what becomes of
+    failures in training. Failures that count with a reward there are the model's own, and do not end an
+    evaluation."""
 
     def __init__(
         self,
@@ -69,12 +78,13 @@ class EvaluationFailures:
         at_start: int,
         rules: Mapping[FailureReason, FailureRule],
         warn: Callable[[str], object],
+        show_all: str = "",
     ) -> None:
         self._limits = FailureLimits(identical=0, at_start=at_start)
         self._rules = rules
         self._warn = warn
         self._streak = FailureStreak()
-        self._reporter = FailureReporter(self._limits)
+        self._reporter = FailureReporter(self._limits, show_all=show_all)
         self._failed: dict[str, int] = {}
         self._begun_first: set[str] = set()
         """Groups that began before the first rollout ended, and are still running."""

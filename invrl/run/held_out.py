@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 
 from invrl.host.disk import write_atomically
+from invrl.observe.gains import GAINS_NAME, MeasuredGain
 from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.run.config import Config
-from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
 from invrl.store.run_folder import RunFolder
 from invrl.types import Outcome, WeightVersion
 
@@ -50,6 +51,7 @@ class HeldOutEvaluations:
         self, config: Config, folder: RunFolder, rollouts: RolloutHandle, observer: RunObserver
     ) -> None:
         self._before_path: Path = folder.report_path / "evaluation-before.json"
+        self._gains_path: Path = folder.report_path / GAINS_NAME
         self._rollouts = rollouts
         self._observer = observer
         self.tasks = CountedTasks(
@@ -57,6 +59,7 @@ class HeldOutEvaluations:
                 at_start=config.buffer.max_failures_at_start,
                 rules=config.buffer.failure_rules(),
                 warn=observer.note,
+                show_all=command_for_failures(folder, held_out=True),
             )
         )
         """Of the evaluation that goes on, or of the last one."""
@@ -98,16 +101,33 @@ class HeldOutEvaluations:
                 self._observer.note(f"held-out tasks, {failure_note(score)}")
 
     def report_gain(self, before: Evaluation, after: Evaluation) -> None:
-        """One line per set and mode."""
+        """One line per set and mode on the console, and all of them in the report folder."""
+        gains: list[MeasuredGain] = []
         for name, score_after in after.scores.items():
-            self._observer.note(describe_gain(name, before.scores[name], score_after))
+            score_before = before.scores[name]
+            gain = measured_gain(name, score_before, score_after)
+            self._observer.note(describe_gain(gain, score_before, score_after))
+            gains.append(gain)
+        write_atomically(self._gains_path, msgspec.json.encode(gains).decode())
 
 
-def describe_gain(name: str, before: EvalScore, after: EvalScore) -> str:
+def measured_gain(name: str, before: EvalScore, after: EvalScore) -> MeasuredGain:
+    """The gain between two scores of one set in one mode. Raises ValueError as `gain_interval` does."""
     gain = gain_interval(before, after)
+    return MeasuredGain(
+        name=name,
+        tasks=len(after.task_ids),
+        before=before.accuracy.value,
+        after=after.accuracy.value,
+        value=gain.value,
+        low=gain.low,
+        high=gain.high,
+    )
+
+
+def describe_gain(gain: MeasuredGain, before: EvalScore, after: EvalScore) -> str:
     return (
-        f"held-out accuracy, {name} ({_describe_size(after)}): "
-        f"{before.accuracy.value:.3f} -> {after.accuracy.value:.3f}, "
+        f"held-out accuracy, {gain.name} ({_describe_size(after)}): {gain.before:.3f} -> {gain.after:.3f}, "
         f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
         f"{_describe_failures(before, 'before')}{_describe_failures(after, 'after')}"
     )

@@ -36,7 +36,8 @@ from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.tasks import feedback_notes, label_notes
+from invrl.rollout.task_labels import guess_notes
+from invrl.rollout.tasks import feedback_notes
 from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
@@ -45,7 +46,7 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.data import load_run_data
-from invrl.run.failed_rollouts import report_failures
+from invrl.run.failed_rollouts import command_for_failures, report_failures
 from invrl.run.gpu_turns import GpuTurns
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
@@ -134,7 +135,7 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
         logger.warning("%s", finding)
         observer.note(finding)
     if not config.trains_alone:
-        for sentence in [*label_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
+        for sentence in [*guess_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
             observer.note(f"note: {sentence}")
 
 
@@ -307,7 +308,7 @@ class _TrainingRun:
             trace=trace,
             record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
         )
-        reporter = FailureReporter(config.buffer.failure_limits())
+        reporter = FailureReporter(config.buffer.failure_limits(), show_all=command_for_failures(self.folder))
         async with in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 
 from invrl.errors import ConfigError
+from invrl.near_path import fix_of_path
 from invrl.types import Json
 
 Rows = list[tuple[int, dict[str, Json]]]
@@ -34,7 +35,7 @@ def read_rows(field: str, file: str, *, of: str, each: str) -> Rows:
         else:
             rows = _json_rows(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
+        raise ConfigError(field, file, f"cannot be read: {error}", fix_of_path(Path(file), fix)) from error
     if not rows:
         raise ConfigError(field, file, f"has no {of}", fix)
     return rows

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
+from invrl.near_path import fix_of_path
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
@@ -314,8 +315,22 @@ class ViewedRun:
                 "tokens": has_text,
                 "trained_tokens": self.folder.trained_tokens_path.is_dir(),
             },
+            "outcome": self._outcome(num_steps if isinstance(num_steps, int) else None),
             "notes": self._notes(),
         }
+
+    def _outcome(self, num_steps: int | None) -> str:
+        from invrl.viewer.outcome import outcome_line, telling_metrics
+
+        state = self.state()
+        return outcome_line(
+            state=state,
+            step=self.metrics.last_step,
+            num_steps=num_steps,
+            report=self.folder.report_path,
+            series=self.metrics.series(telling_metrics(self.metrics.names())),
+            log_end=self._end_of_log() if state == "failed" else "",
+        )
 
     def _from_store(self) -> tuple[float | None, int, float | None]:
         """When the first incarnation started, the number of incarnations, and the end of the last turn."""
@@ -380,7 +395,7 @@ def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
 def _check_folder(folder: RunFolder) -> None:
     fix = "give the folder that `invrl train` printed"
     if not folder.path.is_dir():
-        raise ConfigError("RUN", str(folder.path), "there is no such folder", fix)
+        raise ConfigError("RUN", str(folder.path), "there is no such folder", fix_of_path(folder.path, fix))
     try:
         is_run = folder.config_path.exists()
     except OSError as error:

@@ -700,9 +700,9 @@ def test_run_folder_of_another_configuration_or_of_something_else_is_refused(
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
     assert cli.main(["train", "--model-path", str(good_model), *AGENT, *SOURCE, *runs]) == 0
     logging.getLogger().handlers[:] = handlers
-    block = refused("--run-name", "first", "--lr", "0.5")
+    block = refused("--run-name", "first", "--lr", "5e-5")
     assert block["where"] == "run.run_name"
-    assert "another configuration; now: train.lr = 0.5" in block["reason"]
+    assert "another configuration; now: train.lr = 5e-05" in block["reason"]
     assert "choose another --run-name" in block["fix"]
     (tmp_path / "runs" / "photos").mkdir()
     (tmp_path / "runs" / "photos" / "cat.png").write_bytes(b"")

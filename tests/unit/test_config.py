@@ -166,7 +166,8 @@ def test_configuration_is_frozen() -> None:
         (["--learning_rate=1e-5"], "command line", "no such flag", "did you mean --lr?"),
         (["--learnin-rate", "1e-5"], "command line", "no such flag", "did you mean --lr?"),
         (["--batch-size", "8"], "command line", "no such flag", "did you mean --rollout-batch-size?"),
-        (["--epochs", "3"], "command line", "no such flag", "did you mean --num-steps?"),
+        (["--epochs", "3"], "command line", "no such flag", "did you mean --num-steps or --data-epochs?"),
+        (["--epochs", "3", "--data-path", "d"], "command line", "no such flag", "mean --data-epochs?"),
         (["--max-tokens", "64"], "command line", "no such flag", "did you mean --max-new-tokens?"),
         (["--temp", "1"], "command line", "no such flag", "did you mean --temperature?"),
         (["--model", "x"], "command line", "no such flag", "did you mean --model-path?"),
@@ -187,7 +188,7 @@ def test_configuration_is_frozen() -> None:
         (["--num-steps", "1.5"], "run.num_steps", "integer", "batches"),
         (["--num-steps", "2147483648"], "run.num_steps", "2^31", "smaller"),
         (["--algorithm-preset", "grop"], "algorithm.algorithm_preset", "'grpo'", "by name"),
-        (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
+        (["--config", "/no/such.toml"], "--config", "neither such a file", "readable"),
         (["--data-parallel-size", "33"], "train.data_parallel_size", "33 copies", "--data-parallel"),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
         (

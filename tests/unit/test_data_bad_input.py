@@ -12,6 +12,7 @@ from tiny_model import make_tiny_model
 from invrl.cli import main as cli
 from invrl.cli.checks.checklist import checks_of
 from invrl.cli.checks.data_checks import check_data
+from invrl.cli.checks.doubts import Doubt
 from invrl.run import supervisor
 from invrl.run.config import Config, Source, resolve
 
@@ -237,6 +238,23 @@ def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> No
     names = {check.name for check in checks_of("train", configuration(data, model))}
     assert {"model folder", "chat template", "training data", "trainer memory"} <= names
     assert not {"rollout function", "tasks", "router", "gateway port", "servable model"} & names
+    other = {"messages": [*GOOD["messages"][:1], {"role": "assistant", "content": "5"}]}
+    data.write_text(json.dumps(GOOD) + "\n" + json.dumps(other) + "\n")
     seen = check_data(configuration(data, model))
     assert seen.startswith("1 rows (conversations), rows of up to")
     assert seen.endswith("1 held out")
+
+
+def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) -> None:
+    with pytest.raises(Doubt, match="1 of 1 held-out rows are trained on too") as caught:
+        check_data(configuration(data, model))
+    assert caught.value.field == "data.data_eval_fraction"
+    same_file = {"data_path": str(data), "data_eval_path": str(data)}
+    tables = {
+        "algorithm": {"objective": "sft"},
+        "data": same_file,
+        "model": {"model_path": str(model)},
+    }
+    with pytest.raises(Doubt, match="2 of 2 held-out rows are trained on too") as caught:
+        check_data(resolve(Source(name="test", tables=tables)))
+    assert caught.value.field == "data.data_eval_path"

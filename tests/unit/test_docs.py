@@ -478,9 +478,9 @@ def test_architecture_map_answers_every_question_with_a_file_of_the_package() ->
         assert re.search(r"`invrl/[\w/.]+`", row), row
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_name)
-def test_links_out_of_the_site_lead_to_existing_files(page: Path) -> None:
-    """Those of the site are checked by MkDocs."""
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_to_files_that_are_there(page: Path) -> None:
+    """On a code host nothing is generated. MkDocs checks the anchors."""
     for target in re.findall(r"\]\(([^)]+)\)", prose_of(page)):
         if not target.startswith(("http", "#")):
             assert (page.parent / target.partition("#")[0]).exists(), target
@@ -505,6 +505,22 @@ def test_every_failure_reason_is_documented() -> None:
 
 def test_readme_stays_within_its_word_limit() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_the_readme_counts_the_presets_and_leads_to_the_front_page() -> None:
+    from invrl.algorithms.presets import PRESETS
+
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"(\d+) presets", readme) == [str(len(PRESETS))]
+    assert "(docs/index.md)" in readme
+
+
+def test_counts_of_presets_on_other_pages_are_right() -> None:
+    from invrl.algorithms.presets import PRESETS
+
+    for page in CURRENT_PAGES:
+        for count in re.findall(r"(\d+) presets", prose_of(page)):
+            assert int(count) == len(PRESETS), page_name(page)
 
 
 def test_the_license_is_apache_2() -> None:

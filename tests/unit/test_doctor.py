@@ -153,6 +153,16 @@ def task_file(name: str, content: str) -> Callable[[Plot], None]:
     return plant
 
 
+def no_labels(plot: Plot) -> None:
+    task_file("t.jsonl", '{"question": "1 + 1?", "gold": 2}\n')(plot)
+    plot.flags["--rollout-function-path"] = "rollout_fns.math_single_turn:rollout"
+
+
+def held_out_again(plot: Plot) -> None:
+    task_file("t.jsonl", '{"question": "1 + 1?", "answer": 2}\n')(plot)
+    plot.flags |= {"--eval-task-file": plot.flags["--task-file"], "--eval-tasks": "1"}
+
+
 def toml_key(plot: Plot) -> None:
     (plot.here / "c.toml").write_text("[rollout]\ntemprature = 1\n")
     plot.flags["--config"] = str(plot.here / "c.toml")
@@ -345,7 +355,26 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "per line",
     ),
     ("parquet", task_file("t.parquet", "PAR1"), "tasks", FAILED, "cannot be read", "a Parquet file"),
+    (
+        "no labels",
+        no_labels,
+        "labels",
+        WARNING,
+        "math_single_turn.py reads Task.label",
+        "--task-label-key",
+    ),
+    ("held-out training tasks", held_out_again, "held-out tasks apart", WARNING, "1 of 1", "hold out other"),
     ("advantage", flag(advantage="grpoo"), "algorithm functions", FAILED, "built-in", "'grpo'"),
+    ("exponent", flag(lr="3"), "magnitudes", WARNING, "lr = 3, usually 1e-08 to 0.001", "exponent"),
+    ("heat", flag(temperature="10"), "magnitudes", WARNING, "temperature = 10", "exponent"),
+    (
+        "stale",
+        flag(max_staleness="2", correction="none"),
+        "off-policy correction",
+        WARNING,
+        "2 versions",
+        "set",
+    ),
     ("SGLang option", flag(sglang_attention_backend="tritn"), "sglang options", FAILED, "choice", "triton"),
     (
         "router option",

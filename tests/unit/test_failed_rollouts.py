@@ -19,7 +19,13 @@ from small_buffer import failure, make, summary, tasks
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, with_failure_reward
+from invrl.buffer.failures import (
+    GROUP_FILTER,
+    FailureLimits,
+    FailureReport,
+    FailureReporter,
+    with_failure_reward,
+)
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
@@ -32,8 +38,9 @@ from invrl.observe.step_metrics import rollout_metrics
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
-from invrl.rollout.tasks import label_notes
 from invrl.run.config import resolve
+from invrl.run.failed_rollouts import command_for_failures
+from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Task
 
 
@@ -414,6 +421,17 @@ def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_c
     assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
 
 
+def test_the_first_failure_names_the_command_that_shows_the_others() -> None:
+    """Six rollouts may have raised six different exceptions, and the console shows one."""
+    folder = RunFolder(path=Path("/runs/my run"))
+    reporter = FailureReporter(limits(128), show_all=command_for_failures(folder))
+    failures = {"exception": TRACEBACK, GROUP_FILTER: "KeyError: 'x'"}
+    rollout, group_filter = reporter.texts(FailureReport(failed={}, finished=0, alike=1, firsts=failures))
+    assert rollout.endswith(": invrl samples '/runs/my run' --failed")
+    assert "invrl samples" not in group_filter, "it is no rollout"
+    assert command_for_failures(folder, held_out=True).endswith("--failed --eval")
+
+
 def at_start(buffer: GroupBuffer) -> None:
     FailureLimits(identical=0, at_start=6).check(buffer.failure_report())
 
@@ -516,21 +534,6 @@ def test_an_evaluation_line_counts_the_rollouts_that_failed(capsys: pytest.Captu
     assert "eval/easy/greedy/accuracy 0 (16 of 16 rollouts failed)" in capsys.readouterr().out
     PlainProgress(3).step(2, values | {"eval/easy/greedy/failed": 0.0})
     assert "failed" not in capsys.readouterr().out
-
-
-def test_missing_or_empty_labels_are_reported_before_the_run(tmp_path: Path) -> None:
-    def notes(*lines: str, **settings: Any) -> list[str]:
-        file = tmp_path / "tasks.jsonl"
-        file.write_text("\n".join(lines))
-        return label_notes(RolloutConfig(task_file=str(file), **settings))
-
-    assert notes('{"q": "a", "label": "1"}', '{"q": "b", "label": ""}') == []
-    (missing,) = notes('{"q": "a", "answer": 1}', '{"q": "b", "answer": 2}')
-    assert "has the field 'label', so every Task.label is None; --task-label-key" in missing
-    assert "(the file has: answer, q)" in missing
-    (empty,) = notes('{"q": "a", "label": ""}', '{"q": "b", "label": null}', '{"label": []}')
-    assert "(field 'label') are all empty" in empty
-    assert notes('{"label": 0}', '{"label": false}') == []
 
 
 def test_restored_buffer_keeps_failures_that_count() -> None:

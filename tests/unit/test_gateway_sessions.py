@@ -176,7 +176,8 @@ def test_sessions_without_tokens_or_reward_have_failed():
     ):
         assert isinstance(outcome, FailedRollout)
         assert outcome.reason is reason
-    assert "0 sampled in 0 turns" in nothing.detail
+    assert "the model was never asked in this session" in nothing.detail
+    assert "endpoint.openai()" in nothing.detail
     evaluation = opened(registry(), purpose="eval")[0]
     assert isinstance(summarise(evaluation, [turn("1")], {"1"}, 0.0), RolloutSummary)
 

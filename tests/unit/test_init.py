@@ -10,6 +10,9 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
+from invrl.cli.checks import machine
+from invrl.cli.checks.machine import Machine
+from invrl.cli.commands.doctor import Status, diagnose
 from invrl.cli.commands.init import COPIED_FILES, SETTINGS_FILE
 from invrl.cli.flags import parse_flags
 from invrl.run.config import resolve
@@ -25,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A new project, as the working folder. Its agent is imported afresh, and forgotten afterwards."""
+    monkeypatch.setattr(machine, "lacks_avx512", lambda: False)
     folder = tmp_path / "new" / "my project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     monkeypatch.chdir(folder)
@@ -44,6 +48,46 @@ def test_init_writes_the_files_of_the_tutorial(project: Path, model: Path) -> No
     assert config.model.folder == model
     shipped = resolve(*parse_flags(["--config", str(TEMPLATE / SETTINGS_FILE)]))
     assert config.model_copy(update={"model": shipped.model}) == shipped
+
+
+@pytest.mark.parametrize(
+    ("slow", "nvidia", "dtype"),
+    [
+        (True, False, "float32"),
+        (True, True, "bfloat16"),
+        (False, False, "bfloat16"),
+    ],
+)
+def test_it_chooses_the_dtype_that_suits_the_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool, nvidia: bool, dtype: str
+) -> None:
+    """As launch/quickstart.sh does, so that doctor has nothing to warn of."""
+    monkeypatch.setattr(machine, "lacks_avx512", lambda: slow)
+    monkeypatch.setattr(machine, "has_nvidia_driver", lambda: nvidia)
+    folder = tmp_path / "project"
+    assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
+    config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
+    assert (config.engine.engine_dtype, config.train.train_dtype) == (dtype, dtype)
+    assert config.train.max_row_tokens == 4096, "a row of the model's whole context may not fit into memory"
+    assert config.train.lr == 3e-5
+    here = Machine(
+        python=(3, 11),
+        cpus=8,
+        gpus=int(nvidia),
+        nvidia=nvidia,
+        torch="2",
+        is_slow_in_bfloat16=slow,
+        memory_bytes=64 * 10**9,
+        memory_total_bytes=64 * 10**9,
+        shared_memory_bytes=8 * 10**9,
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop("my_agent", None)
+    findings = diagnose(["--config", SETTINGS_FILE], here)
+    sys.modules.pop("my_agent", None)
+    warnings = [str(finding) for finding in findings if finding.status is Status.WARNING]
+    assert [line for line in warnings if "gpu" not in line] == []
 
 
 def test_doctor_passes_a_new_project(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,25 +5,34 @@ from __future__ import annotations
 import pytest
 
 from invrl.run.config import SECTIONS
-from invrl.run.name_suggestions import _FOREIGN_NAMES, RENAMED, meant_setting, near_settings, nearest_setting
+from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
+from invrl.run.name_suggestions import RENAMED, meant_setting, near_settings, nearest_setting
 
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 
 
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+FLAGS = [as_flag(name) for name in OURS]
+
+
 def test_table_of_foreign_names_leads_only_to_existing_settings():
-    assert set(_FOREIGN_NAMES) <= set(OURS)
-    foreign = [name for names in _FOREIGN_NAMES.values() for name in names.split()]
+    assert set(FOREIGN_NAMES) <= set(OURS)
+    foreign = [name for names in FOREIGN_NAMES.values() for name in names.split()]
     assert len(foreign) == len(set(foreign)), "a name has one meaning"
     assert not set(foreign) & set(OURS)
+    assert not set(ANSWERS) & {*foreign, *OURS}
+    assert {*ON_FILES, *ON_FILES.values(), *ON_ROLLOUTS, *ON_ROLLOUTS.values()} <= set(OURS)
 
 
-@pytest.mark.parametrize("ours", sorted(_FOREIGN_NAMES))
+@pytest.mark.parametrize("ours", sorted(FOREIGN_NAMES))
 def test_every_foreign_setting_name_suggests_ours(ours: str):
-    for foreign in _FOREIGN_NAMES[ours].split():
+    for foreign in FOREIGN_NAMES[ours].split():
         assert meant_setting(foreign) == ours
-        assert near_settings(
-            "--" + foreign.replace("_", "-"), [f"--{name.replace('_', '-')}" for name in OURS]
-        ) == [f"--{ours.replace('_', '-')}"]
+        *_, last = near_settings(as_flag(foreign), FLAGS)
+        assert last == as_flag(ours)
 
 
 def test_setting_that_the_command_lacks_is_not_suggested():
@@ -38,10 +47,56 @@ def test_setting_that_the_command_lacks_is_not_suggested():
         ("--gradient-cliping", "--clip-grad"),
         ("--rollout-batch-sise", "--rollout-batch-size"),
         ("--timeout-of-the-session", "--session-idle-timeout-s"),
+        ("--dpo-beta", "--preference-beta"),
+        ("--actor-num-gpus-per-node", "--data-parallel-size"),
+        ("--rollout.n", "--n-samples-per-prompt"),
+        ("actor_rollout_ref.rollout.n", "--n-samples-per-prompt"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "--engine-tp-size"),
+        ("trainer.total_epochs", "--num-steps"),
+        ("--save", "--run-root"),
     ],
 )
 def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: str):
-    assert near in near_settings(wrong, [f"--{name.replace('_', '-')}" for name in OURS])
+    assert near in near_settings(wrong, FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("--epochs", "--data-epochs"),
+        ("--batch-size", "--data-batch-size"),
+        ("--dataset", "--data-path"),
+        ("--beta", "--preference-beta"),
+        ("--max-length", "--max-row-tokens"),
+        ("--learning-rate", "--lr"),
+    ],
+)
+def test_a_run_on_a_file_gets_the_settings_of_files(wrong: str, near: str) -> None:
+    assert near_settings(wrong, FLAGS, on_file=True) == [near]
+
+
+def test_epochs_of_a_run_on_rollouts_are_steps_unless_a_file_was_meant() -> None:
+    assert near_settings("--epochs", FLAGS) == ["--num-steps", "--data-epochs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("--resume-from-checkpoint", "invrl resume RUN"),
+        ("--logging-steps", "every step is logged"),
+        ("--input-key", "task.payload"),
+        ("--load", "--model-path"),
+        ("--use-lora", "LoRA is not there yet"),
+        ("--lora-rank", "LoRA is not there yet"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", "--sglang-mem-fraction-static"),
+    ],
+)
+def test_what_has_no_setting_here_is_answered_with_what_to_do(name: str, answer: str) -> None:
+    assert answer in nearest_setting(name, FLAGS)
+
+
+def test_one_word_of_many_is_no_likeness() -> None:
+    assert near_settings("--steps-of-my-own-new-thing", FLAGS) == []
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

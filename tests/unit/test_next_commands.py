@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
 import pytest
+from recorded_run import record_run
 
 from invrl.cli import main as cli
 from invrl.cli import next_commands
 from invrl.cli.flags import parse_flags
 from invrl.cli.next_commands import describe_next
+from invrl.reasons import FailureReason
 from invrl.run import supervisor
-from invrl.run.config import Config, Source, resolve
+from invrl.run.config import Config, Source, load_resolved, resolve
 from invrl.run.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
+from invrl.types import Purpose
 
 AGENT = "rollout_fns.calculator:rollout"
 
@@ -92,6 +96,41 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(config: Config, fold
     assert "continue from step 2" in describe_next(config, folder, finished=False)
     older.rename(older.with_name("step-000002.damaged"))
     assert list(by_name(describe_next(config, folder, finished=False))) == ["samples"]
+
+
+@pytest.mark.parametrize(("purpose", "flags"), [("train", ["--failed"]), ("eval", ["--failed", "--eval"])])
+def test_rollouts_that_failed_have_a_command(tmp_path: Path, purpose: Purpose, flags: list[str]) -> None:
+    run = record_run(tmp_path)
+    config = load_resolved(run.folder.config_path)
+    run.add("a", "x", 1.0, purpose=purpose)
+    assert "--failed" not in describe_next(config, run.folder, finished=True)
+    run.add("b", "x", 0.0, purpose=purpose, failure=FailureReason.EXCEPTION)
+    text = describe_next(config, run.folder, finished=True)
+    (line,) = [line for line in text.splitlines() if "--failed" in line]
+    assert shlex.split(line, comments=True)[-1 - len(flags) :] == [str(run.folder.path), *flags]
+    assert cli.main(["samples", str(run.folder.path), *flags]) == 0
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "samples"), (1, "samples"), (2, "")])
+def test_eval_prints_them_too(
+    config: Config,
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    said: str,
+) -> None:
+    folder.store_path.write_bytes(b"")
+    module = "invrl.cli.commands.evaluate"
+    monkeypatch.setattr(f"{module}.checked_configuration", lambda arguments, command: config)
+    monkeypatch.setattr(f"{module}.hold_run_folder", lambda config, command: contextlib.nullcontext(folder))
+    monkeypatch.setattr(f"{module}.log_to_folder", lambda *_, **__: None)
+    monkeypatch.setattr(supervisor, "supervise_once", lambda config, folder, inner: code)
+    assert cli.main(["eval"]) == code
+    out = capsys.readouterr().out
+    assert ("next (in " in out) == bool(said)
+    assert said in out
+    assert "resume" not in out, "an evaluation is not resumed"
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")])

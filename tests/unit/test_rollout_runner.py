@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 
+from invrl.buffer.failures import shown_detail
 from invrl.interfaces import RolloutResult
 from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner, Scored
@@ -301,3 +302,48 @@ async def test_errors_of_other_endpoints_are_not_engine_failures(error, reason):
     outcome = await run_one(raising(error))
     assert isinstance(outcome, Failure)
     assert outcome.reason is reason
+
+
+async def refuses_a_second_loop(task, endpoint):
+    return asyncio.run(asyncio.sleep(0))
+
+
+async def starts_a_loop(task, endpoint):
+    return asyncio.new_event_loop().run_until_complete(asyncio.sleep(0))
+
+
+async def awaits_a_value(task, endpoint):
+    return await returning_a_value()
+
+
+def returning_a_value():
+    return 1.0
+
+
+async def forgets_to_await(task, endpoint):
+    return asyncio.sleep(0).choices[0]  # type: ignore[attr-defined]
+
+
+async def forgets_it_in_a_task(task, endpoint):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(forgets_to_await(task, endpoint))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (refuses_a_second_loop, "asyncio.run() does not work inside an async function: await the coroutine"),
+        (starts_a_loop, "cannot start another: await the coroutine"),
+        (awaits_a_value, "the client may be a synchronous one"),
+        (forgets_to_await, "an await is missing"),
+        (forgets_it_in_a_task, "an await is missing"),
+    ],
+)
+async def test_a_function_at_odds_with_its_client_is_told_what_to_do(function, advice):
+    outcome = await run_one(function)
+    assert isinstance(outcome, Failure)
+    *_, sentence, place = outcome.detail.splitlines()
+    assert advice in sentence
+    assert place.startswith("at ")
+    assert advice in shown_detail(outcome.detail), "the console shows it"

@@ -14,7 +14,7 @@ import pytest
 from invrl.buffer.task_feed import TaskFeed
 from invrl.errors import ConfigError, PluginError
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.tasks import check_tasks, load_eval_tasks, load_tasks
+from invrl.rollout.tasks import check_tasks, held_out_only, load_eval_tasks, load_tasks
 from invrl.types import Task
 
 
@@ -254,3 +254,13 @@ def test_missing_or_invalid_parquet_file_is_refused(tmp_path, content):
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         check_tasks(from_file(str(path)), seed=0)
     assert "give a Parquet file" in caught.value.fix
+
+
+def test_an_evaluation_without_tasks_names_its_own_flags() -> None:
+    with pytest.raises(ConfigError) as caught:
+        held_out_only(RolloutConfig())
+    assert "--eval-sets NAME=FILE" in caught.value.fix
+    assert "--task-file FILE" in caught.value.fix
+    with pytest.raises(ConfigError) as caught:
+        check_tasks(RolloutConfig(), 0)
+    assert caught.value.fix == "give one of --task-source-path and --task-file"

@@ -8,7 +8,14 @@ folder as its precondition and does not repeat it."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from invrl.cli.checks import data_checks, machine_checks, model_checks, settings_checks
+from invrl.cli.checks import (
+    code_checks,
+    data_checks,
+    machine_checks,
+    model_checks,
+    settings_checks,
+    task_checks,
+)
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.machine import Machine
 from invrl.run.config import Config
@@ -67,6 +74,9 @@ def _of_settings(
 _MODEL_FOLDER = "model folder"
 _TRAINABLE_MODEL = "trainable model"
 _ROUTER = "router"
+_TASKS = "tasks"
+_ROLLOUT_FUNCTION = "rollout function"
+_REWARD_FUNCTION = "reward function"
 
 
 CHECKS = (
@@ -89,14 +99,20 @@ CHECKS = (
         commands=ENGINES,
         needs=_MODEL_FOLDER,
     ),
-    _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
-    _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings(_ROLLOUT_FUNCTION, settings_checks.check_rollout_function, ROLLOUTS),
+    _of_settings("rollout code", code_checks.check_rollout_code, ROLLOUTS, needs=_ROLLOUT_FUNCTION),
+    _of_settings(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings("reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION),
     _of_settings("row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER),
-    _of_settings("held-out sets", settings_checks.check_eval_sets, TRAIN),
-    _of_settings("held-out tasks", settings_checks.check_held_out_tasks, EVAL),
-    _of_settings("tasks", settings_checks.check_tasks, TRAIN),
+    _of_settings("held-out sets", task_checks.check_eval_sets, TRAIN),
+    _of_settings("held-out tasks", task_checks.check_held_out_tasks, EVAL),
+    _of_settings(_TASKS, task_checks.check_tasks, TRAIN),
+    _of_settings("held-out tasks apart", task_checks.check_held_out_apart, TRAIN, needs=_TASKS),
+    _of_settings("labels", task_checks.check_labels, TRAIN, needs=_TASKS),
+    _of_settings("labels", task_checks.check_held_out_labels, EVAL),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
+    _of_settings("magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("traces", settings_checks.check_traces, EVERY),
     _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),

@@ -1,6 +1,7 @@
 """Whether the files of a run without rollouts can be trained on: every row is read, and many are tokenised
 with the model's own template. Raises ConfigError that names the file and the row."""
 
+from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
 from invrl.run.config import Config
 
@@ -13,13 +14,22 @@ def check_data(config: Config) -> str:
         return "none: the run trains on rollouts"
     _check_objective(config)
     try:
-        return load_run_data(config).check_tokens()
+        data = load_run_data(config)
+        text = data.check_tokens()
     except ConfigError:
         raise
     except ImportError as error:  # transformers looks for jinja2 when it renders
         from invrl.cli.checks.machine_checks import packages_missing
 
         raise packages_missing(error) from error
+    shared = data.shared_rows()
+    if shared:
+        reason = f"{shared:,} of {len(data.held_out):,} held-out rows are trained on too, so their loss says "
+        reason += "nothing about new rows"
+        field = "data_eval_path" if config.data.data_eval_path else "data_eval_fraction"
+        fix = "hold out other rows, or remove the copies from the file"
+        raise Doubt(f"data.{field}", getattr(config.data, field), reason, fix)
+    return text
 
 
 def _check_objective(config: Config) -> None:

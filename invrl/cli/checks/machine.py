@@ -48,8 +48,8 @@ def look_at_machine() -> Machine:
         cpus=len(os.sched_getaffinity(0)),
         gpus=count_gpus(),
         gpu_memory_bytes=smallest_gpu_bytes(),
-        nvidia=Path("/proc/driver/nvidia/version").exists(),
-        is_slow_in_bfloat16=_lacks_avx512(),
+        nvidia=has_nvidia_driver(),
+        is_slow_in_bfloat16=lacks_avx512(),
         torch=installed_version("torch") or "(none)",
         memory_bytes=memory_free,
         memory_total_bytes=memory_total,
@@ -57,8 +57,13 @@ def look_at_machine() -> Machine:
     )
 
 
-def _lacks_avx512() -> bool:
-    """False for other processors than x86."""
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def lacks_avx512() -> bool:
+    """Whether the processor computes many times slower in bfloat16 than in float32. False for other
+    processors than x86."""
     flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
     return bool(flags) and "avx512f" not in flags[0].split()
 

@@ -1,4 +1,4 @@
-"""What the settings of a run name, looked at before any process starts: user code, tasks, trackers, saved
+"""What the settings of a run name, looked at before any process starts: user code, trackers, saved
 batches, options of other packages, the gateway's port.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
@@ -33,7 +33,7 @@ def check_rollout_function(config: Config) -> object:
         )
         fix = "give --rollout-function-path my_agent:rollout, or --eval-tasks 0"
     else:
-        reason = "no rollout function was given, so nothing would be trained"
+        reason = "no rollout function was given, so nothing would ask the model"
         fix = (
             "give --rollout-function-path my_agent:rollout, your async (task, endpoint) -> reward "
             "(`invrl init FOLDER` writes one to start from), or a preset that names one (--config quickstart)"
@@ -76,30 +76,6 @@ def longest_conversation(config: Config) -> int:
 
     limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
     return min(limits.context_length, config.train.max_row_tokens or limits.context_length)
-
-
-def check_eval_sets(config: Config) -> None:
-    """The named held-out sets of a training run."""
-    sets = config.rollout.eval_sets
-    if not sets:
-        return
-    if not config.rollout.eval_tasks:
-        fix = "set --eval-tasks, or leave --eval-sets out"
-        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
-    check_held_out_tasks(config)
-
-
-def check_held_out_tasks(config: Config) -> None:
-    """All held-out tasks can be read, and there are as many as the settings ask for."""
-    from invrl.rollout.tasks import load_eval_sets
-
-    load_eval_sets(config.rollout, config.run.seed)
-
-
-def check_tasks(config: Config) -> object:
-    from invrl.rollout import tasks
-
-    return tasks.check_tasks(config.rollout, config.run.seed)
 
 
 def check_algorithm(config: Config) -> None:
@@ -152,6 +128,32 @@ def check_off_policy(config: Config) -> None:
         )
         fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
         raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
+
+
+_USUAL = {
+    "train.lr": (1e-8, 1e-3),
+    "train.critic_lr": (1e-8, 1e-2),
+    "train.weight_decay": (0.0, 1.0),
+    "rollout.temperature": (0.3, 2.0),
+    "algorithm.kl_coef": (0.0, 2.0),
+    "algorithm.entropy_coef": (0.0, 0.1),
+}
+"""From the least to the most that language models are trained with, with room on both sides."""
+
+
+def check_magnitudes(config: Config) -> None:
+    """Numbers that are allowed and were probably not meant: `--lr 3` for 3e-6."""
+    unusual: dict[str, float] = {}
+    texts: list[str] = []
+    for name, (least, most) in _USUAL.items():
+        table, key = name.split(".")
+        value = getattr(getattr(config, table), key)
+        if not least <= value <= most:
+            unusual[name] = value
+            texts.append(f"{key} = {value:g}, usually {least:g} to {most:g}")
+    for name, value in unusual.items():
+        reason = f"far from what language models are trained with, and rarely learns: {'; '.join(texts)}"
+        raise Doubt(name, value, reason, "check the exponent")
 
 
 def check_trackers(config: Config) -> object:

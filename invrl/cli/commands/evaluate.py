@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
+from invrl.cli.next_commands import print_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
 from invrl.host import interrupts
 from invrl.run import supervisor
-from invrl.run.driver_commands import EVALUATION_COMMAND
+from invrl.run.driver_commands import EVALUATION_COMMAND, USAGE_EXIT
 from invrl.run.folder import hold_run_folder
 
 
@@ -27,6 +28,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     with hold_run_folder(config, "eval") as folder:
         log_to_folder(folder, config, process="supervisor")
         exit_code = supervisor.supervise_once(config, folder, EVALUATION_COMMAND)
+        if exit_code != USAGE_EXIT:
+            print_next(config, folder, finished=True)
         if exit_code:
             raise CommandFailed(exit_code)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import tomli_w
 
 from invrl.cli.arguments import split_options
+from invrl.cli.checks import machine
 from invrl.errors import ConfigError
 
 SETTINGS_FILE = "my_task.toml"
@@ -40,7 +41,7 @@ def init(arguments: Sequence[str]) -> None:
     """usage: invrl init FOLDER [--model-path MODEL]
 
     Writes an agent, tasks, settings (my_task.toml) and a README into a new or empty FOLDER. They train
-    as they are, on a small model:
+    as they are, on a small model, in the dtype that suits this machine:
       cd FOLDER && invrl train --config my_task.toml
 
     --model-path MODEL   the model that my_task.toml names (default: SmolLM2-135M-Instruct, where
@@ -67,7 +68,13 @@ def write_project(folder: Path, *, model_path: str) -> None:
     written."""
     template = resources.files("rollout_fns") / "your_task"
     settings = (template / SETTINGS_FILE).read_text()
-    model = tomli_w.dumps({"model": {"model_path": model_path}})
+    # The template's last table is [train].
+    tables = tomli_w.dumps({"model": {"model_path": model_path}})
+    if machine.lacks_avx512() and not machine.has_nvidia_driver():
+        comment = "# This machine's CPU computes many times slower in bfloat16, the default."
+        tables = f'train_dtype = "float32"\n\n[engine]\n{comment}\nengine_dtype = "float32"\n\n{tables}'
+    else:
+        tables = f"\n{tables}"
     try:
         if folder.exists() and not _is_empty_folder(folder):
             reason = "it exists and is not an empty folder; nothing in it was changed"
@@ -75,7 +82,7 @@ def write_project(folder: Path, *, model_path: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in COPIED_FILES:
             (folder / name).write_text((template / name).read_text())
-        (folder / SETTINGS_FILE).write_text(f"{settings}\n{model}")
+        (folder / SETTINGS_FILE).write_text(f"{settings}{tables}")
         (folder / "README.md").write_text(_README)
     except OSError as error:
         raise ConfigError("init", str(folder), str(error), "give a folder that can be written") from error

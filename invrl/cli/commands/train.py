@@ -1,19 +1,14 @@
 """`invrl train` and `invrl resume`, and the inner command that their supervisor starts as the driver."""
 
-import contextlib
 from collections.abc import Sequence
 
 from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
-from invrl.cli.next_commands import describe_next
+from invrl.cli.next_commands import print_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
 from invrl.run import supervisor
-from invrl.run.checkpoint import keep_model
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.config import Config
 from invrl.run.driver_commands import USAGE_EXIT
 from invrl.run.folder import hold_run_folder
-from invrl.store.run_folder import RunFolder
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -32,7 +27,7 @@ def train(arguments: Sequence[str]) -> None:
         log_to_folder(folder, config, process="supervisor")
         exit_code = supervisor.supervise(config, folder)
         if exit_code != USAGE_EXIT:
-            _print_next_commands(config, folder, finished=not exit_code)
+            print_next(config, folder, finished=not exit_code)
         if exit_code:
             raise CommandFailed(exit_code)
 
@@ -57,13 +52,3 @@ def run_incarnation_in_folder(arguments: Sequence[str]) -> None:
         from invrl.run.train import run_incarnation
 
         run_incarnation(config, folder)
-
-
-def _print_next_commands(config: Config, folder: RunFolder, *, finished: bool) -> None:
-    text = describe_next(config, folder, finished=finished)
-    model = Checkpoints(folder.checkpoints_path).newest_model()
-    if model is not None:
-        keep_model(model)  # the text names it
-    if text:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(text, flush=True)

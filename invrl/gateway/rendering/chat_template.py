@@ -14,6 +14,7 @@ from invrl.errors import ConfigError
 from invrl.gateway.rendering.model_files import read_json, special_tokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.near_path import fix_of_path
 
 _FOLDER = Path(__file__).parent / "templates"
 SHIPPED_TEMPLATES = {
@@ -55,6 +56,7 @@ def _read_template(chat_template: str) -> str:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
+        fix = fix_of_path(file, fix, names=SHIPPED_TEMPLATES)
         raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
 
 

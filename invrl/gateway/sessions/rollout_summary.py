@@ -170,6 +170,11 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
 def _why_empty(turns: _SortedTurns) -> str:
     """Counts each sampled token under one reason. Tokens for which no other reason applies are under
     untrained roots."""
+    if not turns.all:
+        return (
+            "no token to train: the model was never asked in this session, or never answered. Ask at its "
+            "base URL with its key; in a rollout function: endpoint.openai()"
+        )
     sampled = _sampled_tokens(turns.all)
     delivered = _sampled_tokens(turns.delivered)
     trainable = _sampled_tokens(turn for turn in turns.delivered if turn.trainable)

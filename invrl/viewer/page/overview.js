@@ -62,7 +62,7 @@ invrl.overview = (() => {
     }
 
     const draw = async () => {
-      replaceChildren(list, runsTable());
+      replaceChildren(list, outcomes(), runsTable());
       try {
         await Promise.all([drawCharts(), drawSettings()]);
       } catch (error) {
@@ -78,6 +78,11 @@ invrl.overview = (() => {
       draw();
     }, signal);
     return draw;
+  }
+
+  function outcomes() {
+    return element("div", { class: "outcomes" }, allRuns().map((run) =>
+      element("p", {}, element("strong", {}, run.name), ` ${run.outcome}`)));
   }
 
   function runsTable() {

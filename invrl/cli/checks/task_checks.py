@@ -1,0 +1,145 @@
+"""What the tasks of a run are like: whether they can be read, have the labels that the code asks for, and
+whether held-out tasks are others than those of training.
+
+A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from invrl.cli.checks.doubts import Doubt
+from invrl.errors import ConfigError, PluginError
+from invrl.run.config import Config
+from invrl.types import Task
+
+
+def check_eval_sets(config: Config) -> None:
+    """The named held-out sets of a training run."""
+    sets = config.rollout.eval_sets
+    if not sets:
+        return
+    if not config.rollout.eval_tasks:
+        fix = "set --eval-tasks, or leave --eval-sets out"
+        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
+    check_held_out_tasks(config)
+
+
+def check_held_out_tasks(config: Config) -> None:
+    """All held-out tasks can be read, and there are as many as the settings ask for."""
+    from invrl.rollout.tasks import load_eval_sets
+
+    load_eval_sets(config.rollout, config.run.seed)
+
+
+def check_tasks(config: Config) -> object:
+    from invrl.rollout import tasks
+
+    return tasks.check_tasks(config.rollout, config.run.seed)
+
+
+_COMPARED_TASKS = 64
+"""Training tasks of a source that are compared with held-out tasks: it may have no end."""
+
+
+def check_held_out_apart(config: Config) -> str:
+    """Held-out tasks are not training tasks too. Of a source whose training tasks may have no end, only the
+    first ones are compared, and all of them must be held-out tasks before it is doubted."""
+    from invrl.rollout.held_out_overlap import shared_tasks
+    from invrl.rollout.source_check import has_feedback
+    from invrl.rollout.tasks import load_eval_sets, load_tasks, read_task_file
+
+    rollout = config.rollout
+    if not rollout.eval_tasks:
+        return "none"
+    if rollout.task_file:
+        training = read_task_file(rollout, "train")
+    else:
+        tasks = load_tasks(rollout, "train", config.run.seed)
+        training = [] if has_feedback(tasks) else list(islice(tasks, _COMPARED_TASKS))
+    faults: list[str] = []
+    for name, held_out in load_eval_sets(rollout, config.run.seed).items():
+        shared = shared_tasks(training, held_out, id_key=rollout.task_id_key)
+        if rollout.task_source_path and shared_tasks(held_out, training, id_key="") != training:
+            continue
+        if shared:
+            of_set = f" of the set {name}" if name else ""
+            faults.append(f"{len(shared)} of {len(held_out)} held-out tasks{of_set} are training tasks too")
+    if faults:
+        reason = f"{'; '.join(faults)}: what they measure is training accuracy"
+        fix = (
+            "hold out other tasks, which training never sees (compared by content, and by ids that are names)"
+        )
+        field = "eval_sets" if rollout.eval_sets else "eval_task_file"
+        raise Doubt(f"rollout.{field}", getattr(rollout, field), reason, fix)
+    return "others than those of training"
+
+
+def check_labels(config: Config) -> str:
+    """Training tasks and held-out ones have labels, if the user's code reads them."""
+    from invrl.rollout.source_check import has_feedback
+    from invrl.rollout.tasks import load_tasks
+
+    fault = ""
+    if config.rollout.task_source_path:
+        tasks = load_tasks(config.rollout, "train", config.run.seed)
+        if not has_feedback(tasks):
+            fault = _source_fault(config, tasks)
+    return _labels(config, fault)
+
+
+def check_held_out_labels(config: Config) -> str:
+    """The tasks of `invrl eval` have labels, if the user's code reads them."""
+    from invrl.rollout.tasks import load_tasks
+
+    fault = ""
+    if config.rollout.task_source_path and not config.rollout.eval_sets:
+        fault = _source_fault(config, load_tasks(config.rollout, "eval", config.run.seed))
+    return _labels(config, fault)
+
+
+_SEEN_TASKS = 8
+"""Tasks of a source that are looked at: it may have no end."""
+
+
+def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
+    """What is wrong with the labels of a task source's first tasks; "" if nothing is."""
+    first_tasks = list(islice(tasks, _SEEN_TASKS))
+    if any(task.label is not None for task in first_tasks):
+        return ""
+    source = config.rollout.task_source_path
+    return f"the first {len(first_tasks)} tasks of {source} have the label None"
+
+
+def _labels(config: Config, source_fault: str) -> str:
+    """The fields of the labels, where they were guessed. Raises `Doubt` if tasks have no label and user code
+    reads one."""
+    from invrl.rollout.task_labels import guess_notes, missing_labels
+    from invrl.user_source import reads_attribute
+
+    rollout = config.rollout
+    fault = source_fault or missing_labels(rollout)
+    if not fault:
+        return "; ".join(guess_notes(rollout)) or "in order"
+    for function in _user_functions(config):
+        reader = reads_attribute(function, "label")
+        if reader:
+            reason = f"{fault}, and {reader} reads Task.label: every reward may be that of a wrong answer"
+            fix = "name the field with --task-label-key, or read task.payload in the function instead"
+            if source_fault:
+                fix = "give each Task its label"
+            raise Doubt("rollout.task_label_key", rollout.task_label_key, reason, fix)
+    return fault
+
+
+def _user_functions(config: Config) -> Iterator[Callable[..., Any]]:
+    """The rollout function and the reward function. One that cannot be loaded is reported elsewhere."""
+    from invrl import plugins
+
+    rollout = config.rollout
+    with contextlib.suppress(PluginError):
+        if rollout.rollout_function_path:
+            yield plugins.load_rollout_function(rollout.rollout_function_path)
+    with contextlib.suppress(PluginError):
+        if rollout.reward_function_path:
+            yield plugins.load_reward_function(rollout.reward_function_path)

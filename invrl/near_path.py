@@ -1,0 +1,22 @@
+"""The file or folder that a path which does not exist may stand for."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def fix_of_path(path: Path, fix: str, *, names: Iterable[str] = ()) -> str:
+    """A fix for a path that leads nowhere: what is spelt almost like it and exists, in the folder where the
+    path goes wrong or among `names`, which stand for files too; otherwise `fix`."""
+    missing = path.expanduser()
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    try:
+        entries = [entry.name for entry in missing.parent.iterdir()]
+    except OSError:
+        entries = []
+    close = difflib.get_close_matches(missing.name, [*entries, *names], n=1, cutoff=0.7)
+    if missing.exists() or not close:
+        return fix
+    near = missing.with_name(close[0]) if close[0] in entries else close[0]
+    return f"did you mean {near}? Otherwise {fix}"
