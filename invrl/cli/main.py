@@ -11,6 +11,7 @@ from functools import partial
 from invrl import __version__
 from invrl.cli.command import Command, CommandFailed
 from invrl.errors import ConfigError, DamagedFileError
+from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import hold_keys
 from invrl.run.driver_commands import (
     EVALUATION_COMMAND,
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process. `arguments`: those after the program's name;
     None: of this process."""
     hold_keys()
+    bypass_proxies(*THIS_MACHINE)
     if arguments is None:
         arguments = sys.argv[1:]
     exit_code = exit_code_of(partial(_run, arguments))

@@ -21,12 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from invrl import plugins
 from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import mark_files
+from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
 from invrl.host.log_lines import LogSettings, session_of_task, write_log_lines
@@ -90,6 +92,7 @@ class RolloutWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         forget_keys()
+        bypass_proxies(*THIS_MACHINE, httpx.URL(settings.gateway_url).host)
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
         self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)

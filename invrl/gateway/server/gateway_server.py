@@ -14,12 +14,12 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.direct_connections import open_directly
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
 from invrl.host.process import RestartLimit, ServerProcess
@@ -135,8 +135,8 @@ class GatewayServer:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=2.0) as answer:
-                return bool(answer.status == 200)
+            with open_directly(self.url + "/health", timeout_s=2.0) as answer:
+                return answer.status == 200
         except OSError:
             return False
 
