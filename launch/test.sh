@@ -12,6 +12,7 @@ if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get 
     || echo "[test] Chromium could not be installed" >&2
 fi
 export OMP_NUM_THREADS=1
+export PYTHONUTF8=1 # tests read our sources, whatever the locale is
 cd "$ROOT"
 BIN="$ROOT/.venv/bin"
 contained() { "$BIN/python" "$ROOT/launch/run_contained.py" "$@"; }

@@ -7,7 +7,7 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file at `path`: a reader sees the old text or the new one, never a part of it."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
+    new.write_text(text, encoding="utf-8")
     os.replace(new, path)
 
 

@@ -87,7 +87,9 @@ class LineFormatter(logging.Formatter):
 def write_log_lines(process: str, settings: LogSettings, *, file: Path | None = None) -> None:
     """Send everything that this process logs to `file`, or to its standard error. A later call replaces an
     earlier one, for example in a process that was forked."""
-    handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if file is not None:
+        handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(LineFormatter(process, settings))
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     for name in CHATTY_LOGGERS:

@@ -43,7 +43,8 @@ def prepare_ray() -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, one thread per process.
+    """What a worker process needs: the user's modules and ours, UTF-8 whatever the locale is, one thread per
+    process.
 
     No uvloop: if user code leaves one of its transports open and another thread collects it, the process
     ends.
@@ -51,6 +52,7 @@ def worker_environment() -> dict[str, str]:
     paths = [str(Path.cwd()), *sys.path]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+        "PYTHONUTF8": "1",
         "OMP_NUM_THREADS": "1",
         "RAY_USE_UVLOOP": "0",
     }

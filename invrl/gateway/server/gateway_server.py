@@ -153,7 +153,7 @@ def main() -> None:
     settings_file, heartbeat_file, *socket_files = sys.argv[1:]
     from invrl.gateway.server.supervisor import supervise
 
-    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text())
+    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text(encoding="utf-8"))
     write_log_lines("gateway", settings.log)
     heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
     listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]
