@@ -12,7 +12,7 @@ from e2e.scrapes import Scrapes, free_port
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("loop with spaces")
+    return tmp_path_factory.mktemp("loop with spaces and ä")
 
 
 @pytest.fixture(scope="session")
