@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from urllib.request import Request
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
-WITHOUT_ANY_PROXY = {"no_proxy": "*", "NO_PROXY": "*"}
-"""The variables of a process that talks to processes of ours alone."""
-_NO_PROXY = tuple(WITHOUT_ANY_PROXY)
+WITHOUT_PROXIES = dict.fromkeys(
+    ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), ""
+)
+"""The variables of a process that talks to processes of ours alone, on other machines too. `no_proxy=*` would
+not do: the HTTP client of the routers (reqwest) takes it for names only, not for addresses."""
+_NO_PROXY = ("no_proxy", "NO_PROXY")
 """Some clients read one spelling, some the other."""
 
 

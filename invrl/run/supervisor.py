@@ -191,6 +191,7 @@ class Supervisor:
         for note in end.notes:
             if note.kind is NoteKind.FOLDER:
                 remove_ray_folder(note.text, self._folder.ray_logs_path)
+        remove_abandoned()  # of engines and rollout workers that were killed
         if end.code != 0:
             _restore_terminal(was_killed=not end.has_note(NoteKind.ENDING))
         return end

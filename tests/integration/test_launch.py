@@ -34,8 +34,8 @@ def run(command: list[str], *, cwd: Path, **env: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of what install.sh reads, at a path with spaces and an umlaut, with a stand-in for Python that records
-    what would have been installed."""
+    """A copy of what install.sh reads, at a path with spaces and an umlaut, with a stand-in for Python that
+    records what would have been installed."""
     project = tmp_path / "ein Pfad mit ä"
     (project / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", project)

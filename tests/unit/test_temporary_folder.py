@@ -4,9 +4,11 @@ rank, which is always killed, makes none."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ sys.stdin.readline()
 
 RANK = """
 import os
+import signal
 from invrl.train import device
 
 device.prepare()
@@ -36,6 +39,29 @@ print(os.listdir(os.environ["TMPDIR"]))
 import wandb
 
 print(wandb.__name__)
+"""
+
+
+ROLLOUT_WORKER = """
+import asyncio, os, signal, subprocess, sys, tempfile
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+
+async def rollout(task, endpoint):
+    return 0.0
+
+tempfile.gettempdir()  # as a library may have done
+settings = WorkerSettings(
+    gateway_url="http://127.0.0.1:9",
+    model="m",
+    rollout=RolloutConfig(rollout_function_path="__main__:rollout"),
+    own_temporary_folder=True,
+)
+worker = RolloutWorker(settings)
+asyncio.run(worker.ready())
+print(tempfile.mkdtemp())
+print(subprocess.check_output(["mktemp"], text=True), end="", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -96,6 +122,24 @@ def test_a_new_folder_that_another_command_takes_for_an_abandoned_one_is_made_ag
 def test_the_parent_is_short_enough_for_sockets(parent: Path) -> None:
     with TemporaryFolder("driver") as folder, TemporaryFolder("engine", parent=folder.path) as inner:
         assert len(f"{inner.path}/tmpabcdefgh.0") < 107
+
+
+def test_what_user_code_leaves_in_the_temporary_folder_goes_with_its_rollout_worker(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", ROLLOUT_WORKER]
+    worker = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert worker.returncode == -signal.SIGKILL, worker.stderr
+    folders = {Path(line).parent for line in worker.stdout.splitlines()}
+    assert len(folders) == 1
+    [folder] = folders
+    assert folder.name.startswith("invrl-rollouts-")
+    give_up_at = time.monotonic() + 100
+    while folder.exists():
+        assert time.monotonic() < give_up_at, f"{folder} is still there"
+        time.sleep(0.1)
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_imports_of_a_trainer_rank_leave_nothing(tmp_path: Path) -> None:
