@@ -19,6 +19,7 @@ import psutil
 from invrl.errors import DeadlineError, ServerError
 from invrl.host.descendants import die_with_parent
 from invrl.host.private_file import open_private
+from invrl.host.wait_lines import overload
 
 _KILL_DEADLINE_S = 30.0
 """For a process to be gone after SIGKILL. Giving back gigabytes of memory takes a while."""
@@ -155,7 +156,9 @@ class ServerProcess:
             if probe():
                 return
             if time.monotonic() > give_up_at:
-                waited_for = f"{self.name} to {what}; last lines of {self.log}:\n{self.log_tail()}"
+                waited_for = (
+                    f"{self.name} to {what}{overload()}; last lines of {self.log}:\n{self.log_tail()}"
+                )
                 raise DeadlineError(waited_for, deadline_s)
             time.sleep(0.1)
 
