@@ -7,6 +7,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -91,9 +92,16 @@ def write_log_lines(process: str, settings: LogSettings, *, file: Path | None = 
     if file is not None:
         handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(LineFormatter(process, settings))
+    handler.handleError = partial(_handle_error, handler)
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Drops a line that cannot be written: each one's traceback would flood the console on a full disk."""
+    if not isinstance(sys.exception(), OSError):
+        logging.Handler.handleError(handler, record)
 
 
 def _time(record: logging.LogRecord) -> str:
