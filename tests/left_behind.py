@@ -19,9 +19,9 @@ import pytest
 
 from invrl.host.process import still_running
 
-_GRACE_S = 10.0
-"""For processes that end by themselves once their parent has."""
-_WITH_US = re.compile(r"invrl\.host\.guardian|multiprocessing.resource_tracker")
+_GRACE_S = 30.0
+"""For processes that end by themselves once their parent has, such as guardians, which also remove files."""
+_WITH_US = re.compile(rf"invrl\.host\.guardian {os.getpid()} |multiprocessing.resource_tracker")
 """Processes that end right after this one."""
 
 
@@ -41,7 +41,7 @@ class LeftBehind:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        self.found = [*self._files(), *self._processes(), *_shared_memory()]
+        self.found = [*self._processes(), *self._files(), *_shared_memory()]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.found:

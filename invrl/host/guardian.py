@@ -87,9 +87,11 @@ def guard(pid: int, mark: str) -> None:
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             _record(family, [process, *process.children(recursive=True)])
-    for process in still_running(family.values(), within_s=_GRACE_S):
+    remaining = still_running(family.values(), within_s=_GRACE_S)
+    for process in remaining:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
+    still_running(remaining, within_s=_GRACE_S)  # a fork of the owner holds the lock of its temporary folder
 
 
 def _record_until_gone(watched: psutil.Process, family: Family) -> None:
