@@ -153,6 +153,10 @@ class RunStoreError(InvrlError):
     a taken batch, or the incarnation that a checkpoint belongs to."""
 
 
+class DiskFullError(RunStoreError):
+    """The disk of the run's store is full. What was to be written may be tried again once there is space."""
+
+
 class TrainError(InvrlError):
     """The trainer cannot go on."""
 

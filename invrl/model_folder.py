@@ -119,7 +119,7 @@ def has_chat_template(path: Path) -> bool:
 
 def _read_json(path: Path, folder: Path) -> dict[str, object]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _refuse(folder, f"it has no {path.name}") from None
     except (OSError, ValueError) as error:

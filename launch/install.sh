@@ -6,9 +6,12 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
-STAMP="$VENV/.installed"     # hash of what was asked for, written last
+STAMP="$VENV/.installed"     # hash of what was asked for, and the project's folder; written last
 MARKER="$VENV/.installing"   # stands while an install is under way: seen at the start, it broke
 cd "$ROOT"
+export PYTHONUTF8=1          # our files are UTF-8, whatever the locale is
+export PIP_USER=0            # what a user's settings of pip may say otherwise would leave .venv empty
+unset PIP_TARGET PIP_PREFIX PYTHONHOME
 
 say() { printf '[install] %s\n' "$*"; }
 die() { printf '[install] error: %s\n' "$*" >&2; exit 1; }
@@ -16,9 +19,17 @@ die() { printf '[install] error: %s\n' "$*" >&2; exit 1; }
 device="${INVRL_DEVICE:-$(nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)}"
 [ "$device" = cpu ] || [ "$device" = gpu ] || die "INVRL_DEVICE is '$device'; use cpu or gpu"
 
-wanted="$( { printf '%s\n%s\n' "$device" "$ROOT"; cat pyproject.toml launch/install.sh invrl/requirements/*.txt; } \
+wanted="$( { printf '%s\n' "$device"; cat pyproject.toml launch/install.sh invrl/requirements/*.txt; } \
   | sha256sum | cut -d' ' -f1)"
-is_done() { [ -x "$VENV/bin/python" ] && [ ! -e "$MARKER" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; }
+STAMPED="$wanted
+$ROOT"
+has() {  # MODULE ...: whether the environment's own Python runs and finds them
+  "$VENV/bin/python" -c 'import sys, importlib.util as imports
+sys.exit(not ((3, 11) <= sys.version_info < (3, 13) and all(map(imports.find_spec, sys.argv[1:]))))' "$@" 2>/dev/null
+}
+is_done() {
+  [ ! -e "$MARKER" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$STAMPED" ] && has ray torch sglang megatron
+}
 if is_done; then exit 0; fi
 
 # One install at a time: the second one waits here, then finds the work done.
@@ -44,8 +55,19 @@ case "${INVRL_INSTALLER:-}" in
 esac
 
 started=$SECONDS
-if [ -e "$MARKER" ]; then say "an earlier install did not finish: starting afresh"; rm -rf "$VENV"; fi
-if ! "$VENV/bin/python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+broken=""
+made_for="$(sed -n 2p "$STAMP" 2>/dev/null || true)"
+if [ -e "$MARKER" ]; then
+  broken="an earlier install did not finish"
+elif [ -n "$made_for" ] && [ "$made_for" != "$ROOT" ]; then
+  broken="it was made for $made_for"  # its programs name that folder
+elif [ -e "$VENV" ] && ! has pip; then
+  broken="its Python is gone, has no pip, or is neither 3.11 nor 3.12"
+elif [ -e "$STAMP" ] && ! has ray torch sglang megatron; then
+  broken="packages are gone from it"  # pip may believe that it still has them
+fi
+if [ -n "$broken" ]; then say "$VENV cannot be used ($broken): starting afresh"; fi
+if [ -n "$broken" ] || [ ! -e "$VENV" ]; then
   say "making $VENV with $("$python" --version)"
   rm -rf "$VENV"
   mkdir "$VENV"
@@ -67,13 +89,23 @@ install() {  # arguments as for `pip install`
   fi
   contained "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
 }
+tell_time() {  # pip is silent for minutes
+  local none
+  while ! read -r -t "${INVRL_TELL_INTERVAL_S:-15}" none <&8 && kill -0 "$$" 2>/dev/null; do
+    say "still installing, after $((SECONDS - started)) s"
+  done
+}
+exec 8<> <(:)  # nobody ever writes here: `read` ends after its time, and unlike `sleep` leaves no process
+tell_time 9<&- &
+teller=$!
+trap 'kill "$teller" 2>/dev/null || true' EXIT
 if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
 say "installing for $device with ${uv:-pip} (a few minutes, about 3 GB on cpu)"
 install -c "invrl/requirements/constraints$suffix.txt" -e ".[$device,dev]"
 # sglang (on cpu) and megatron-core list packages that only CUDA machines can install.
 install --no-deps -r "invrl/requirements/nodeps$suffix.txt"
 
-printf '%s\n' "$wanted" > "$STAMP.new"
+printf '%s\n' "$STAMPED" > "$STAMP.new"
 mv "$STAMP.new" "$STAMP"
 rm -f "$MARKER"
 say "done in $((SECONDS - started)) s"

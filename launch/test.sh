@@ -8,10 +8,13 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 "$ROOT/launch/install.sh"
 # The page of `invrl view` is tested in a browser. Where none can be had, those tests are skipped and say so.
 if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  { apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium; } >/dev/null 2>&1 \
+  echo "[test] installing Chromium"
+  install_chromium="apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium"
+  timeout 300 bash -c "$install_chromium" </dev/null >/dev/null 2>&1 \
     || echo "[test] Chromium could not be installed" >&2
 fi
 export OMP_NUM_THREADS=1
+export PYTHONUTF8=1 # tests read our sources, whatever the locale is
 cd "$ROOT"
 BIN="$ROOT/.venv/bin"
 contained() { "$BIN/python" "$ROOT/launch/run_contained.py" "$@"; }

@@ -17,7 +17,9 @@ def pip_settings() -> dict[str, str]:
     """pip's effective settings by their names without a section. As in pip, the environment takes precedence
     over configuration files."""
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    listing = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=False
+    ).stdout
     settings: dict[str, str] = {}
     # Lines of the environment come last, so that their values replace others.
     lines = sorted(listing.splitlines(), key=lambda line: line.startswith(":env:"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,22 @@ import pytest
 
 PAGES = ("overview", "steps", "groups", "rollouts", "tasks", "processes", "ledger", "evaluations", "weights")
 """Of `invrl view`."""
-_PATH = next(
-    (path for path in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(path).exists()), None
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def _browser() -> str | None:
+    """The path of a browser that runs. Ubuntu's `chromium-browser` may only say that it is not installed."""
+    for path in filter(None, map(shutil.which, _NAMES)):
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([path, "--version"], check=True, capture_output=True, timeout=60)
+            return path
+    return None
+
+
+_PATH = _browser()
+needs_chromium = pytest.mark.skipif(
+    _PATH is None, reason="no Chromium that runs: apt-get install chromium, as root"
 )
-needs_chromium = pytest.mark.skipif(_PATH is None, reason="no Chromium: apt-get install chromium")
 
 
 @contextmanager

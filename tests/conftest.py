@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
 from hypothesis import HealthCheck, settings
+from left_behind import LeftBehind
 from tiny_model import make_tiny_model
 
 from invrl.engines.config import EngineConfig
@@ -31,13 +32,16 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")  # a busy one must not fail what is right
 
 
-def pytest_configure() -> None:
-    """A script's background jobs ignore interrupts, what `nohup` starts the end of its terminal, and so does
+def pytest_configure(config: pytest.Config) -> None:
+    """Says at the end what is left behind, and takes signals as a user's shell has them.
+
+    A script's background jobs ignore interrupts, what `nohup` starts the end of its terminal, and so does
     all that they start. Tests send these signals to what they start, so it must not inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)  # no program that is started inherits a handler
+    config.pluginmanager.register(LeftBehind())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -373,3 +373,57 @@ def test_no_wait_loses_a_cancellation() -> None:
         and (node.value.id, node.attr) == ("asyncio", "wait_for")
     )
     check("asyncio.wait_for can lose a cancellation", faults, "use asyncio.timeout")
+
+
+def test_our_own_clients_ask_no_proxy() -> None:
+    """httpx and urllib take a proxy from the environment, also for this machine."""
+    of_httpx = {"httpx.Client", "httpx.AsyncClient", "httpx.AsyncHTTPTransport", "httpx.HTTPTransport"}
+    of_httpx.add("anthropic.DefaultAsyncHttpxClient")
+    of_urllib = {"urlopen", "build_opener"}
+    faults = (
+        f"{place(path, node.lineno)}: {ast.unparse(node.func)}"
+        for path in SOURCES
+        if name_of(path) != "host.direct_connections"
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        for keywords in [{keyword.arg for keyword in node.keywords}]
+        if ast.unparse(node.func).rpartition(".")[2] in of_urllib
+        or (ast.unparse(node.func) in of_httpx and not keywords & {"trust_env", "transport"})
+    )
+    check("Our own clients ask no proxy", faults, "trust_env=False, or `open_directly`")
+
+
+def test_text_names_its_encoding() -> None:
+    """Without a name it is the locale's: a template with full-width characters became other tokens."""
+    sources = [*SOURCES, *sorted(ROOT.glob("launch/**/*.py")), *sorted(ROOT.glob("rollout_fns/**/*.py"))]
+    faults = (
+        f"{place(path, node.lineno)}: {ast.unparse(node)[:60]}"
+        for path in sources
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and _makes_text(node)
+        if "encoding" not in {keyword.arg for keyword in node.keywords}
+    )
+    check("Text names its encoding", faults, 'encoding="utf-8"')
+
+
+def _makes_text(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the locale's encoding unless it names another."""
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    function = ast.unparse(call.func)
+    name = function.rpartition(".")[2]
+    if options.get("text") == "True":  # of subprocess
+        return True
+    if name in {"read_text", "write_text", "FileHandler", "TextIOWrapper"}:
+        return True
+    modes = [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
+    mode = options.get("mode", modes[-1] if modes else "")
+    if name in {"NamedTemporaryFile", "TemporaryFile"}:
+        return bool(mode) and "b" not in mode
+    is_file = function in {"open", "os.fdopen", "gzip.open"} or (name == "open" and not call.args)
+    if name == "open" and isinstance(call.func, ast.Attribute) and mode in {"a", "r", "w", "x"}:
+        is_file = True
+    return is_file and "b" not in mode

@@ -26,15 +26,16 @@ def make_even_model(source: Path, target: Path) -> None:
     heads, key_value_heads = even_heads(shape.num_attention_heads, shape.num_key_value_heads)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_WEIGHTS))
     config_file = target / "config.json"
-    config = json.loads(config_file.read_text())
+    config = json.loads(config_file.read_text(encoding="utf-8"))
     config["num_attention_heads"] = heads
     config["num_key_value_heads"] = key_value_heads
     if shape.latent_attention is None:
         config["head_dim"] = shape.head_dim
-    config_file.write_text(json.dumps(config))
+    config_file.write_text(json.dumps(config), encoding="utf-8")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     model.save_pretrained(target)
-    config_file.write_text(json.dumps(config))  # transformers writes other names of the same fields
+    # transformers has written other names of the same fields.
+    config_file.write_text(json.dumps(config), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def measure(settings: LayoutSettings) -> dict[str, object]:
     if settings.rank == 0:
         listener = listen("127.0.0.1")
         partial = Path(settings.port_file + ".partial")
-        partial.write_text(str(listener.getsockname()[1]))
+        partial.write_text(str(listener.getsockname()[1]), encoding="utf-8")
         partial.replace(settings.port_file)
     layout = settings.train.layout
     rank_settings = RankSettings(
@@ -89,10 +89,10 @@ def _port(settings: LayoutSettings) -> int:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the first rank did not open its port within {settings.deadline_s} s")
         time.sleep(0.05)
-    return int(Path(settings.port_file).read_text())
+    return int(Path(settings.port_file).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
     layout_settings = TypeAdapter(LayoutSettings).validate_json(sys.stdin.read())
     torch.set_num_threads(layout_settings.threads)
-    Path(layout_settings.out).write_text(json.dumps(measure(layout_settings)))
+    Path(layout_settings.out).write_text(json.dumps(measure(layout_settings)), encoding="utf-8")

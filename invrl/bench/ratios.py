@@ -114,11 +114,11 @@ def exceeded(costs: Mapping[str, float], targets: Mapping[str, float]) -> list[s
 
 
 def read_history(path: Path) -> list[Entry]:
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [Entry(**json.loads(line)) for line in lines if line.strip()]
 
 
 def append_history(path: Path, entry: Entry) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(entry)) + "\n")

@@ -169,4 +169,4 @@ def _matmul_rate(dtype: torch.dtype) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     step_settings = TypeAdapter(StepSettings).validate_json(sys.stdin.read())
-    Path(step_settings.out).write_text(json.dumps(measure(step_settings)))
+    Path(step_settings.out).write_text(json.dumps(measure(step_settings)), encoding="utf-8")

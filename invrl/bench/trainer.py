@@ -209,7 +209,7 @@ def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
         }
     )
     _wait([program], settings.deadline_s)
-    return _StepResult.model_validate_json(out.read_text())
+    return _StepResult.model_validate_json(out.read_text(encoding="utf-8"))
 
 
 def _refusal(settings: BenchSettings, sizes: Mapping[str, int]) -> str:
@@ -248,7 +248,7 @@ def _measure_layout(
         )
         programs.append(program)
     _wait(programs, settings.deadline_s)
-    return _LayoutResult.model_validate_json(outs[0].read_text())
+    return _LayoutResult.model_validate_json(outs[0].read_text(encoding="utf-8"))
 
 
 class _Program:
@@ -262,14 +262,15 @@ class _Program:
 
     def start(self, settings: Mapping[str, object], *arguments: str) -> None:
         """`settings` are its standard input."""
-        with self._log.open("w") as log:
+        with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 preexec_fn=die_with_parent,
             )
         assert self._process.stdin is not None
@@ -283,7 +284,7 @@ class _Program:
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{self._module} to end", seconds) from error
         if exit_code:
-            last_lines = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+            last_lines = "\n".join(self._log.read_text(errors="replace", encoding="utf-8").splitlines()[-12:])
             raise TrainError(f"{self._module} ended with exit code {exit_code}:\n{last_lines}")
 
     def stop(self) -> None:

@@ -91,7 +91,8 @@ class BenchRecord:
 
 
 def _machine() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line for line in lines if line.startswith("model name")]
     processor = names[0].partition(":")[2].strip() if names else platform.machine()
     gpus = count_gpus()
     if gpus:

@@ -11,7 +11,9 @@ from functools import partial
 from invrl import __version__
 from invrl.cli.command import Command, CommandFailed
 from invrl.errors import ConfigError, DamagedFileError
+from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import hold_keys
+from invrl.host.utf8_mode import use_utf8
 from invrl.run.driver_commands import (
     EVALUATION_COMMAND,
     FAILURE_EXIT,
@@ -93,9 +95,11 @@ Exit codes: 0 success, 2 bad input, 1 any other failure."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process. `arguments`: those after the program's name;
     None: of this process."""
-    hold_keys()
     if arguments is None:
+        use_utf8()
         arguments = sys.argv[1:]
+    hold_keys()
+    bypass_proxies(*THIS_MACHINE)
     exit_code = exit_code_of(partial(_run, arguments))
     _tell_supervisor(exit_code)
     return exit_code

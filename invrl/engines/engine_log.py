@@ -40,7 +40,7 @@ def log_environment(name: str, settings: LogSettings, *, level: str, folder: Pat
     if _CONFIG_PATH in os.environ:
         return {}
     path = folder / "logging.json"
-    path.write_text(json.dumps(_logging_config(level)))
+    path.write_text(json.dumps(_logging_config(level)), encoding="utf-8")
     return {_NAME: name, _SETTINGS: settings.model_dump_json(), _CONFIG_PATH: str(path)}
 
 
@@ -51,7 +51,7 @@ def log_in_lines() -> None:
         return
     from uvicorn.config import LOGGING_CONFIG
 
-    logging.config.dictConfig(json.loads(Path(os.environ[_CONFIG_PATH]).read_text()))
+    logging.config.dictConfig(json.loads(Path(os.environ[_CONFIG_PATH]).read_text(encoding="utf-8")))
     logging.captureWarnings(True)
     for name in ("default", "access"):
         LOGGING_CONFIG["formatters"][name] = {"()": _FORMATTER}

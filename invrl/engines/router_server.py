@@ -16,6 +16,7 @@ import httpx
 
 from invrl.engines import launch_router, smg
 from invrl.errors import ServerError
+from invrl.host.direct_connections import WITHOUT_PROXIES
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ServerProcess, random_key
 
@@ -103,7 +104,7 @@ class RouterServer(ServerProcess):
         keys = f"--api-key={self.api_key}"
         keys += f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
         log = run_folder / "logs" / "router.log"
-        super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys})
+        super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys, **WITHOUT_PROXIES})
 
     def registered(self, url: str) -> bool:
         """Whether this engine was registered and has not been unregistered."""

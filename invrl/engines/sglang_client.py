@@ -91,7 +91,7 @@ class EngineLimits:
     @classmethod
     def of(cls, model_path: Path | str, *, max_total_tokens: int | None) -> EngineLimits:
         """`max_total_tokens`: what the KV cache holds. None: not known; only the model bounds them."""
-        config = json.loads((Path(model_path) / "config.json").read_text())
+        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         context_length = int(config["max_position_embeddings"])
         if max_total_tokens is not None:
             context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)

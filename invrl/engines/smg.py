@@ -126,7 +126,12 @@ def find_smg(folder: str) -> Smg:
     command = [str(python), "-I", str(_PRINT_OPTIONS)]
     try:
         process = subprocess.run(
-            command, capture_output=True, check=False, text=True, timeout=_ANSWER_DEADLINE_S
+            command,
+            capture_output=True,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ANSWER_DEADLINE_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise refusal(f"its environment {environment} does not work: {error}") from error

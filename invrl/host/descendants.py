@@ -44,7 +44,7 @@ class Descendant:
 
     def name(self) -> str:
         try:
-            return Path(f"/proc/{self.pid}/comm").read_text().rstrip("\n")
+            return Path(f"/proc/{self.pid}/comm").read_text(encoding="utf-8").rstrip("\n")
         except OSError:
             return "?"
 
@@ -69,7 +69,7 @@ class _Status:
 def _read_status(pid: int) -> _Status | None:
     """None if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     # The name, in parentheses, may hold spaces. The first field after it is number 3 in proc(5).

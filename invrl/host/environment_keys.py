@@ -101,7 +101,7 @@ def forget_keys(*names: str) -> None:
 
 def _overwrite(entry: bytes) -> None:
     """Overwrite the value in the memory that the kernel shows as this process's first environment."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start = int(fields[_ENV_START_FIELD - _FIRST_FIELD_AFTER_NAME])
     end = int(fields[_ENV_END_FIELD - _FIRST_FIELD_AFTER_NAME])
     if start == 0:

@@ -79,8 +79,8 @@ class ForkParent:
         log: int,
         keep: Sequence[int],
     ) -> ForkedProcess:
-        """Returns at once. `name`: for errors. `log`: an open file for the output; `keep`: open files that the process inherits
-        under the same numbers. It gets copies of all of them."""
+        """Returns at once. `name`: for errors. `log`: an open file for the output; `keep`: open files that
+        the process inherits under the same numbers. It gets copies of all of them."""
         if not self._process.alive():
             self.stop()
             self._process, self._requests = self._start()

@@ -4,6 +4,7 @@ Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes 
 driver its raylet goes at once, its agents linger for up to a minute. The guardian records the descendants of
 the process that it watches while that one lives, and kills those that are left once it is gone. A rollout
 worker has a guardian too: processes that user code put into a session of their own end with their worker.
+At last the guardian removes the temporary folders whose owners are gone (`temporary_folder.py`).
 
 A descendant is known by one of two things:
 
@@ -32,6 +33,7 @@ from pathlib import Path
 import psutil
 
 from invrl.host.process import still_running
+from invrl.host.temporary_folder import remove_abandoned
 
 _LOOK_INTERVAL_S = 2.0
 _GRACE_S = 3.0
@@ -85,9 +87,11 @@ def guard(pid: int, mark: str) -> None:
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             _record(family, [process, *process.children(recursive=True)])
-    for process in still_running(family.values(), within_s=_GRACE_S):
+    remaining = still_running(family.values(), within_s=_GRACE_S)
+    for process in remaining:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
+    still_running(remaining, within_s=_GRACE_S)  # a fork of the owner holds the lock of its temporary folder
 
 
 def _record_until_gone(watched: psutil.Process, family: Family) -> None:
@@ -126,3 +130,4 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 if __name__ == "__main__":
     guard(int(sys.argv[1]), sys.argv[2])
+    remove_abandoned()

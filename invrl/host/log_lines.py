@@ -7,6 +7,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -87,11 +88,20 @@ class LineFormatter(logging.Formatter):
 def write_log_lines(process: str, settings: LogSettings, *, file: Path | None = None) -> None:
     """Send everything that this process logs to `file`, or to its standard error. A later call replaces an
     earlier one, for example in a process that was forked."""
-    handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if file is not None:
+        handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(LineFormatter(process, settings))
+    handler.handleError = partial(_handle_error, handler)
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Drops a line that cannot be written: each one's traceback would flood the console on a full disk."""
+    if not isinstance(sys.exception(), OSError):
+        logging.Handler.handleError(handler, record)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -30,7 +30,7 @@ class ReservedPort:
 
     def __init__(self, number: int = 0) -> None:
         """`number`: a port that a user has chosen; 0: any free one. Raises OSError if somebody listens on the
-        chosen one."""
+        chosen one, or if no port is free."""
         if number:
             self.number = number
             self._socket = socket.socket()
@@ -41,16 +41,9 @@ class ReservedPort:
                 self._socket.close()
                 raise
             return
-        while True:
-            self.number = _FIRST_PORT + secrets.randbelow(_FIRST_EPHEMERAL_PORT - _FIRST_PORT)
-            self._socket = socket.socket()
-            try:
-                self._socket.bind((_LOOPBACK, self.number))  # refused where anybody is bound
-            except OSError:
-                self._socket.close()
-                continue
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return
+        self._socket = _bound_socket()
+        self.number = self._socket.getsockname()[1]
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def is_listened_on(self) -> bool:
         """Whether somebody listens on the port. Ask once our own server could not: then it is a stranger."""
@@ -65,3 +58,20 @@ class ReservedPort:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
+
+
+def _bound_socket() -> socket.socket:
+    """A socket bound to a port that nobody is bound to: a random one of our range or, where that is busy,
+    one of those that Linux gives away. Raises OSError if none of these is free either."""
+    size = _FIRST_EPHEMERAL_PORT - _FIRST_PORT
+    for _ in range(size):
+        bound = socket.socket()
+        try:
+            bound.bind((_LOOPBACK, _FIRST_PORT + secrets.randbelow(size)))
+        except OSError:
+            bound.close()
+        else:
+            return bound
+    bound = socket.socket()
+    bound.bind((_LOOPBACK, 0))
+    return bound

@@ -22,6 +22,7 @@ from invrl.errors import DeadlineError, ServerError
 from invrl.host.descendants import die_with_parent
 from invrl.host.forked_process import ForkedProcess
 from invrl.host.private_file import open_private
+from invrl.host.wait_lines import overload
 
 PYTHON_MODULE = (sys.executable, "-m")
 """How the command of a server begins that a parent may fork; its module and its arguments follow."""
@@ -182,7 +183,9 @@ class ServerProcess:
             if probe():
                 return
             if time.monotonic() > give_up_at:
-                waited_for = f"{self.name} to {what}; last lines of {self.log}:\n{self.log_tail()}"
+                waited_for = (
+                    f"{self.name} to {what}{overload()}; last lines of {self.log}:\n{self.log_tail()}"
+                )
                 raise DeadlineError(waited_for, deadline_s)
             time.sleep(0.1)
 

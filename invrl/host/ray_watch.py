@@ -149,9 +149,11 @@ def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
     silent raylet.
     """
     from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
-    channel = init_grpc_channel(f"{node.node_ip_address}:{node.node_manager_port}")
+    address = f"{node.node_ip_address}:{node.node_manager_port}"
+    channel = init_grpc_channel(address, options=GLOBAL_GRPC_OPTIONS)  # no proxy, as in Ray's own calls
     stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
     messages: Any = node_manager_pb2  # its classes exist only once it is imported
     return lambda: stub.GetSystemConfig(messages.GetSystemConfigRequest(), timeout=timeout_s)

@@ -63,7 +63,7 @@ def _all_processes() -> dict[int, _Process]:
         if not folder.name.isdecimal():
             continue
         try:
-            head, _, tail = (folder / "stat").read_text(errors="replace").rpartition(")")
+            head, _, tail = (folder / "stat").read_text(errors="replace", encoding="utf-8").rpartition(")")
         except OSError:  # it has ended
             continue
         fields = tail.split()

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
@@ -21,6 +20,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
+
+from invrl.host.direct_connections import open_directly
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse
@@ -157,7 +158,7 @@ class MetricsServer:
 
 def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[bytes]:
     try:
-        with _OPENER.open(url, timeout=_UPSTREAM_DEADLINE_S) as answer:
+        with open_directly(url, timeout_s=_UPSTREAM_DEADLINE_S) as answer:
             body = _read(answer)
             content_type = answer.headers.get("Content-Type", _TEXT[1])
     except urllib.error.HTTPError as error:
@@ -180,10 +181,6 @@ def _read(answer: HTTPResponse) -> bytes:
         if time.monotonic() > ends_at:
             raise TimeoutError(f"more than {_UPSTREAM_DEADLINE_S:g} s")
     return b"".join(chunks)
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without the proxies of the environment: everything is on this machine, or on one that it reaches."""
 
 
 def _refuse(start_response: "StartResponse", status: HTTPStatus, reason: str) -> Iterable[bytes]:

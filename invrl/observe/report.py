@@ -97,7 +97,7 @@ def reward_band(rows: Sequence[MetricsRow]) -> tuple[list[int], list[float], lis
 def titles(run_folder: Path) -> Titles:
     """Model and task from the run's configuration; the run's name if that cannot be read."""
     try:
-        tables = tomllib.loads((run_folder / "config.resolved.toml").read_text())
+        tables = tomllib.loads((run_folder / "config.resolved.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Titles(title=_shorten(run_folder.name, _MAX_TITLE_CHARACTERS), subtitle="")
     model = _model_name(_setting(tables, "model", "model_path"))

@@ -123,7 +123,7 @@ class RunReader:
 
     def _settings(self, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
         try:
-            document = tomllib.loads(self._folder.config_path.read_text())
+            document = tomllib.loads(self._folder.config_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             notes.append(f"settings are not shown: {error}")
             return {}

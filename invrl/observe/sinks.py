@@ -87,7 +87,7 @@ class JsonlSink(Sink):
     step, so that a dead run keeps all of them. Values that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}

@@ -15,21 +15,25 @@ import contextlib
 import importlib
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from invrl import plugins
 from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import mark_files
+from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
 from invrl.host.log_lines import LogSettings, session_of_task, write_log_lines
+from invrl.host.temporary_folder import TemporaryFolder
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
@@ -60,6 +64,9 @@ class WorkerSettings:
     """What it logs, and how; None: its loggers stay as they are."""
     log_path: Path | None = None
     """The file for the worker's output; None: Ray's own file."""
+    own_temporary_folder: bool = False
+    """Whether user code gets a TMPDIR that goes with the worker. A worker is killed in the end, so that no
+    `with` block of user code removes anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,7 @@ class RolloutWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         forget_keys()
+        bypass_proxies(*THIS_MACHINE, httpx.URL(settings.gateway_url).host)
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
         self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)
@@ -101,7 +109,11 @@ class RolloutWorker:
 
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
-        start_guardian()
+        start_guardian()  # before TMPDIR changes: it removes the folder
+        if self._settings.own_temporary_folder:
+            self._temporary_folder = TemporaryFolder("rollouts")
+            os.environ.update(self._temporary_folder.environment())
+            tempfile.tempdir = None  # what was found in the environment before
         self._begin_log()  # before user code is imported, because the import may print
         sys.path.extend(path for path in self._settings.python_path if path not in sys.path)
         config = self._settings.rollout

@@ -55,7 +55,9 @@ class RayWorker:
         self._cause_of_death = ""
         # Calls must never wait in Ray's queue: that time would count against a rollout's deadline.
         options = ActorOptions(max_concurrency=2 * concurrency + 8)
-        settings = replace(settings, process=name.replace(" ", "-"), log_path=self._log)
+        settings = replace(
+            settings, process=name.replace(" ", "-"), log_path=self._log, own_temporary_folder=True
+        )
         self._actor = start_actor(name, RolloutWorker, options, settings)
 
     async def ready(self, deadline_s: float) -> None:

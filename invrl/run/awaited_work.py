@@ -71,6 +71,9 @@ class PartsStarting:
             await start
 
     async def text(self) -> str:
+        return self.awaited()
+
+    def awaited(self) -> str:
         """Such as "engines, trainer"."""
         return ", ".join(self.names)
 

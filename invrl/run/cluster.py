@@ -44,6 +44,7 @@ from invrl.host.interrupts import CleanUp
 from invrl.host.ports import ReservedPort
 from invrl.host.process import random_key
 from invrl.host.traces import traces_endpoint
+from invrl.host.wait_lines import tell_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -243,7 +244,10 @@ async def start_cluster(
                 engines_may_start=trainer_sleeps,
             )
         )
-        stack.enter_context(start_ray(config, folder.ray_logs_path))
+        told = stack.enter_context(ExitStack())
+        told.enter_context(tell_waits(starting.awaited))
+        with starting.part("Ray"):
+            stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
         if not config.run.debug_rollout_only:
             stack.callback(shutil.rmtree, _weight_folder(config, folder), ignore_errors=True)
@@ -260,6 +264,7 @@ async def start_cluster(
             stack.callback(trainer.stop)
             starts.append(starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps)))
         await all_started(*starts)
+        told.close()
         cluster = Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
         try:
             yield cluster
@@ -280,10 +285,12 @@ async def start_trainer(
     starting = starting or PartsStarting()
     with ExitStack() as stack:
         start_guardian()
-        stack.enter_context(start_ray(config, folder.ray_logs_path))
-        trainer = _create_trainer(config, folder)
-        stack.callback(trainer.stop)
-        await starting.until_up("trainer", trainer.start())
+        with tell_waits(starting.awaited):
+            with starting.part("Ray"):
+                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            trainer = _create_trainer(config, folder)
+            stack.callback(trainer.stop)
+            await starting.until_up("trainer", trainer.start())
         yield trainer
 
 

@@ -276,7 +276,7 @@ class Source:
 def read_toml(path: Path) -> Source:
     """A configuration file as a source. ConfigError for what is not TOML; `resolve` checks its names."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     for table, entries in document.items():

@@ -41,7 +41,7 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
         if path:
             digests[name] = _digest(Path(path).expanduser())
     if first_step and folder.data_digests_path.exists():
-        recorded = json.loads(folder.data_digests_path.read_text())
+        recorded = json.loads(folder.data_digests_path.read_text(encoding="utf-8"))
         for name, digest in digests.items():
             if recorded.get(name) != digest:
                 reason = "it has changed since the run began, and the run chooses rows by their place"

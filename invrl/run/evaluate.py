@@ -14,9 +14,11 @@ from invrl import __version__
 from invrl.engines import smg
 from invrl.host import interrupts
 from invrl.host.printable import for_stdout
+from invrl.host.wait_lines import tell_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
 from invrl.rollout.task_labels import guess_notes
+from invrl.run.awaited_work import PartsStarting
 from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
@@ -39,10 +41,16 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
-        stack.enter_context(start_ray(config, folder.ray_logs_path))
-        rollouts = create_rollouts(config, folder, serving)
-        stack.push_async_callback(rollouts.stop)
-        await all_started(rollouts.start(), serving.wait_ready())
+        starting = PartsStarting()
+        with tell_waits(starting.awaited):
+            with starting.part("Ray"):
+                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            rollouts = create_rollouts(config, folder, serving)
+            stack.push_async_callback(rollouts.stop)
+            await all_started(
+                starting.until_up("rollout workers", rollouts.start()),
+                starting.until_up("engines", serving.wait_ready()),
+            )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
         note(

@@ -5,15 +5,16 @@ deadline. All may be called from any thread."""
 
 import json
 import shutil
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.open_group import RolloutState
 from invrl.engines.fleet_state import FleetState
+from invrl.host.direct_connections import open_directly
 from invrl.observe.run_exporter import Histogram, Labels, Numbers
 from invrl.reasons import DropReason, FailureReason
 from invrl.run.checkpoints import Checkpoints
@@ -61,9 +62,8 @@ def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
 
 def read_gateway(url: str, env_key: str) -> Mapping[str, Any]:
     """What the gateway's own `/metrics` says of all its workers. Raises OSError or ValueError."""
-    request = urllib.request.Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_GATEWAY_DEADLINE_S) as answer:
+    request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
+    with open_directly(request, timeout_s=_GATEWAY_DEADLINE_S) as answer:
         return json.loads(answer.read())
 
 

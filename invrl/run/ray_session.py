@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,18 @@ from typing import Any
 import psutil
 import ray
 
-from invrl.errors import ServerError
+from invrl.errors import ConfigError, ServerError
 from invrl.host import lifeline
 from invrl.host.environment_keys import RAY_TOKEN, key_in_environment
 from invrl.host.ray_setup import ray_folder, worker_environment
 from invrl.host.ray_watch import end_this_process, watched_ray
+from invrl.host.wait_lines import overload
 from invrl.run.config import Config
 
 _SHUTDOWN_DEADLINE_S = 60.0
+_RAYLET_DEADLINE_S = 600.0
+"""For a raylet that lives to appear at its GCS. On a busy machine that took more than a minute."""
+_RAYLET_POLL_S = 0.2
 _NOT_WORTH_A_RETRY = (ValueError, TypeError, ImportError, PermissionError)
 """Errors of `ray.init` that the next start would meet again."""
 logger = logging.getLogger(__name__)
@@ -35,8 +40,8 @@ logger = logging.getLogger(__name__)
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
     """A local Ray behind a token (`host/ray_setup.py`), or the Ray at `RAY_ADDRESS`. No other Ray is looked
     for: an address that an earlier program left in a file is ignored. A local Ray that does not come up is
-    started again, `run.ray_start_attempts` times in all. Raises ServerError, and leaves no process of Ray
-    behind then.
+    started again, `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray of
+    several nodes; leaves no process of Ray behind then.
 
     The handler of SIGTERM stays the command line's. Ray's C++ code replaces it, and Ray's own Python handler
     would end the process from within our event loop."""
@@ -50,13 +55,16 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
         try:
             if ray_address:
                 _init_ray(runtime_env={"env_vars": worker_environment()})
+                stack.callback(_shut_ray_down)
+                refuse_several_nodes(ray_address, ray.nodes())
             else:
                 # Processes of a local Ray inherit the environment. Ray's runtime_env agent, which would set
                 # it, costs seconds.
                 stack.enter_context(_local_ray(logs, config.run.ray_start_attempts))
         finally:
             restore_sigterm()
-        stack.callback(_shut_ray_down)
+        if not ray_address:
+            stack.callback(_shut_ray_down)
         node = ray_private.worker._global_node
         if node is not None:  # None for a client's address, ray://...
             _restore_sigterm_before_kill(node, restore_sigterm)
@@ -89,15 +97,13 @@ def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> No
 
 @contextmanager
 def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
-    """A local Ray in a temporary folder of its own.
-
-    Ray waits 30 s for its raylet, whatever its settings say, and a busy machine may take longer. So a start
-    that failed is repeated, in another folder."""
+    """A local Ray in a temporary folder of its own. A start that failed is repeated, in another folder."""
     for attempt in range(1, max_attempts + 1):
         with ExitStack() as stack:
             folder = stack.enter_context(ray_folder(logs))
             try:
-                _init_ray(address="local", _temp_dir=folder)
+                with _patience_with_raylet(_RAYLET_DEADLINE_S):
+                    _init_ray(address="local", _temp_dir=folder)
             except ServerError as error:
                 _kill_descendants_naming(folder)
                 if attempt == max_attempts or isinstance(error.__cause__, _NOT_WORTH_A_RETRY):
@@ -110,6 +116,48 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
                 continue
             yield
             return
+
+
+@contextmanager
+def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
+    """Within the block Ray waits for its raylet for as long as that lives, `deadline_s` at most. Ray itself
+    gives up after 30 s, whatever its settings say, and another start is more work for a busy machine."""
+    services = vars(ray)["_private"].services
+    get_node = services.get_node
+
+    def get_node_in_time(gcs_address: str, node_id: str) -> Any:
+        give_up_at = time.monotonic() + deadline_s
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it is not there yet
+                if time.monotonic() > give_up_at or not _raylet_lives():
+                    raise
+            time.sleep(_RAYLET_POLL_S)
+
+    services.get_node = get_node_in_time
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+def _raylet_lives() -> bool:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError if the cluster has more than one living node: Ray might put the buffer on a node
+    that has not the run folder, where it would wait for ever on an empty database of its own making."""
+    num_nodes = sum(bool(node["Alive"]) for node in nodes)
+    if num_nodes > 1:
+        reason = f"this Ray has {num_nodes} nodes, and the processes of a run must share one machine"
+        fix = "unset it, or name a Ray of one node; engines may be on other machines (`invrl engine`)"
+        raise ConfigError("RAY_ADDRESS", ray_address, reason, fix)
 
 
 def _init_ray(**options: Any) -> None:
@@ -128,7 +176,7 @@ def _init_ray(**options: Any) -> None:
         ray_address = os.environ.get("RAY_ADDRESS")
         if ray_address:
             which = f"the one at RAY_ADDRESS={ray_address}"
-        failure = f"Ray ({which}) did not start: {_first_line(error)}"
+        failure = f"Ray ({which}) did not start: {_first_line(error)}{overload()}"
         _shut_ray_down(earlier_failure=f"{failure}; and ")  # a part of it may have started
         raise ServerError(failure) from error
 

@@ -48,14 +48,14 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     output = folder.path / "replay" / f"step-{step:06d}"
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(config.model.folder / "tokenizer.json"))
-    with (output / "tokens.jsonl").open("w") as file:
+    with (output / "tokens.jsonl").open("w", encoding="utf-8") as file:
         for row in _token_rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
     recorded = _recorded_metrics(folder, step)
     compared = [name for name in recorded if name in metrics and not name.startswith(MEASURED)]
     different = [name for name in compared if metrics[name] != recorded[name]]
     result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": different}
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
     gaps = _logprob_gaps(batch, before)
     equal = f"{len(compared) - len(different)} of {len(compared)} recorded metrics are equal bit for bit"

@@ -246,7 +246,9 @@ def _commit() -> str:
         return ""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
+        answer = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=10.0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout.strip() if answer.returncode == 0 else ""

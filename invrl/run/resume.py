@@ -107,6 +107,6 @@ def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
 def _ended_after(folder: RunFolder) -> int | None:
     """The last step of a run that came to its end; None if it did not."""
     try:
-        return int(folder.finished_path.read_text())
+        return int(folder.finished_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -7,7 +7,9 @@ from contextlib import AsyncExitStack, closing
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
 from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.wait_lines import tell_waits
 from invrl.rollout.session_client import SessionClient
+from invrl.run.awaited_work import PartsStarting
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
 from invrl.run.served_metrics import ServedMetrics
@@ -28,7 +30,9 @@ async def serve(config: Config, folder: RunFolder) -> None:
             f"run folder {folder.path}",
             flush=True,
         )
-        await serving.wait_ready()
+        starting = PartsStarting()
+        with tell_waits(starting.awaited):
+            await starting.until_up(f"engines and gateway ({folder.path / 'logs'})", serving.wait_ready())
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
         stack.enter_context(metrics.of_serving(serving))

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from invrl.host.descendants import adopt_orphans, collect_ended_children, die_with_parent, end_descendants
+from invrl.host.disk import full_disk
 from invrl.host.environment_keys import held_keys
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
 from invrl.host.ray_setup import remove_ray_folder
@@ -41,6 +42,9 @@ _GRACE_S = 3.0
 _KILL_TIMEOUT_S = 30.0
 BLOCKED_GRACE_S = 2.0
 """After an interrupt, for a driver in a call that does not react to signals (`NoteKind.BLOCKED`)."""
+_LONGEST_PAUSE_S = 60.0
+"""Before a restart: the first follows at once, each further one after a pause twice as long."""
+_SPACE_POLL_S = 1.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -139,11 +143,19 @@ class Supervisor:
                 if cause:
                     log = self._folder.log_path("driver")
                     _print_error(f"the run failed: {cause}\n  log: {log}")
+                full = full_disk(self._folder.path)
+                if full:
+                    _print_error(f"{full}, of the run folder {self._folder.path}")
                 if step_after != step_before:
                     restarts = 0
                 restarts += 1
                 if self._interrupted or end.has_note(NoteKind.FINAL) or restarts > self._max_restarts:
                     return FAILURE_EXIT
+                if full:
+                    restarts -= 1
+                    self._wait_for_space()
+                    continue
+                self._wait_for_interrupt(min(2.0 ** (restarts - 1) - 1, _LONGEST_PAUSE_S))
                 _print_error(f"resuming from step {step_after} (restart {restarts} of {self._max_restarts})")
 
     @contextlib.contextmanager
@@ -173,6 +185,17 @@ class Supervisor:
             self._interrupted = True
         return self._interrupted
 
+    def _wait_for_space(self) -> None:
+        """Returns once the run folder's disk has space again, or after an interrupt."""
+        _print_error("waiting for space, then the run goes on (this is no restart)")
+        while full_disk(self._folder.path) and not self._interrupted:
+            self._wait_for_interrupt(_SPACE_POLL_S)
+
+    def _wait_for_interrupt(self, seconds: float) -> None:
+        """Returns at an interrupt, and after this time."""
+        if signal.sigtimedwait(_INTERRUPTS, seconds) is not None:
+            self._interrupted = True
+
     def _newest_step(self) -> int:
         checkpoint = self._checkpoints.latest()
         if checkpoint is None:
@@ -191,6 +214,7 @@ class Supervisor:
         for note in end.notes:
             if note.kind is NoteKind.FOLDER:
                 remove_ray_folder(note.text, self._folder.ray_logs_path)
+        remove_abandoned()  # of engines and rollout workers that were killed
         if end.code != 0:
             _restore_terminal(was_killed=not end.has_note(NoteKind.ENDING))
         return end

@@ -50,7 +50,7 @@ def write_manifest(folder: Path, written: FileEntries) -> None:
     read = dict(zip(unread, entries, strict=True))
     files = {name: read.get(name) or written[name] for name in names}
     manifest = Manifest(format=FORMAT, algorithm=_ALGORITHM, files=files)
-    (folder / MANIFEST_NAME).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
+    (folder / MANIFEST_NAME).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1), encoding="utf-8")
 
 
 def is_manifest(path: Path) -> bool:

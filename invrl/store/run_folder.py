@@ -83,7 +83,7 @@ class RunFolder:
         ConfigError if another command holds it (the error has its process id) or if the folder cannot be
         written. The kernel releases the lock when this process ends."""
         try:
-            file = self._lock_path.open("a")
+            file = self._lock_path.open("a", encoding="utf-8")
         except OSError as error:
             raise unwritable(self.path.parent, error) from error
         with file:
@@ -100,7 +100,7 @@ class RunFolder:
         """Raises ConfigError with the holder's process id if a command works in the folder now."""
         if not self._lock_path.exists():
             return
-        with self._lock_path.open() as file:
+        with self._lock_path.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -116,8 +116,8 @@ class RunFolder:
         lock = self.path / LOCK_NAME
         try:
             inode = lock.stat().st_ino
-            words = lock.read_text(errors="replace").split()
-            held = [line.split() for line in _KERNEL_LOCKS.read_text().splitlines()]
+            words = lock.read_text(errors="replace", encoding="utf-8").split()
+            held = [line.split() for line in _KERNEL_LOCKS.read_text(encoding="utf-8").splitlines()]
         except OSError:
             return False
         holder = words[1] if len(words) > 1 else ""
@@ -142,7 +142,7 @@ class RunFolder:
         return self.path / LOCK_NAME
 
     def _held_by_another(self) -> ConfigError:
-        holder = self._lock_path.read_text() or "another invrl process"
+        holder = self._lock_path.read_text(encoding="utf-8") or "another invrl process"
         fix = "wait for it to end, or choose another --run-name"
         return ConfigError("run.run_name", self.path.name, f"{holder} works in {self.path}", fix)
 

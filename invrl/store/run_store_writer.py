@@ -9,6 +9,7 @@ file; the two take turns through SQLite's busy timeout."""
 
 import contextlib
 import hashlib
+import logging
 import queue
 import sqlite3
 import threading
@@ -21,7 +22,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from invrl.errors import DiskFullError
 from invrl.extra_columns import ExtraNumbers
+from invrl.host.disk import full_disk
 from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
 from invrl.store.rows import (
@@ -39,6 +42,7 @@ from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
 from invrl.top_logprobs import TopLogprobs
 from invrl.types import FailedRollout, Outcome, Reward, Turn
 
+_log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
 _CHECKPOINT_EVERY = 200
@@ -71,6 +75,8 @@ class RunStoreWriter:
     file."""
 
     def __init__(self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+        self._folder = path.parent
+        self._told_full = False
         self._busy_timeout_s = busy_timeout_s(heartbeat_timeout_s)
         self._db = connect(path)
         self._patient = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
@@ -256,15 +262,32 @@ class RunStoreWriter:
             if db is self._db and _is_busy(error):
                 return False
             if len(batch) == 1:
+                if self._is_full(error):
+                    error = self._disk_full()
                 # The traceback holds this frame, the frame the future, and the future would hold the error.
                 batch[0].done.set_exception(error.with_traceback(None))
             else:
                 for work in batch:
                     self._commit(db, [work])
             return True
+        self._told_full = False
         for work in batch:
             work.done.set_result(None)
         return True
+
+    def _is_full(self, error: Exception) -> bool:
+        """Whether SQLite found no space. Where its shared index cannot grow, it calls that an I/O error."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+        is_io_error = code == sqlite3.SQLITE_IOERR and full_disk(self._folder) != ""
+        return code == sqlite3.SQLITE_FULL or is_io_error
+
+    def _disk_full(self) -> DiskFullError:
+        """The error for whoever waits for a commit. It is logged once until a commit succeeds again."""
+        reason = full_disk(self._folder) or f"the disk of {self._folder} is full"
+        if not self._told_full:
+            self._told_full = True
+            _log.error("%s; requests are refused until there is space", reason)
+        return DiskFullError(reason)
 
     def _checkpoint(self) -> None:
         """Moves the log into the file without making anybody wait. Only a log that has become long is also

@@ -55,7 +55,7 @@ def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> Non
         os.replace(new, target)
     if chat_template:
         new = folder / f"{_TEMPLATE}.new"
-        new.write_text(chat_template)
+        new.write_text(chat_template, encoding="utf-8")
         os.replace(new, folder / _TEMPLATE)
 
 

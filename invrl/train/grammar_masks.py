@@ -112,7 +112,7 @@ class GrammarMasks:
             file = self._model_path / name
             if not file.exists():
                 continue
-            settings: dict[str, Any] = json.loads(file.read_text())
+            settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             named = settings.get("eos_token_id")
             if isinstance(named, list):
                 end_ids.update(token for token in named if token is not None)

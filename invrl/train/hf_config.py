@@ -23,7 +23,7 @@ from invrl.types import Json
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
     """Reads config.json of a folder that has passed `check_model_folder`. Raises ConfigError for an
     unsupported feature."""
-    return parse_hf_config(json.loads((Path(folder) / "config.json").read_text()))
+    return parse_hf_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
 
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:

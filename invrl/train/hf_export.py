@@ -53,7 +53,7 @@ def export_hugging_face(
     copy_other_files(Path(source), new_folder)
     if chat_template:
         # transformers reads this file before the template in tokenizer_config.json.
-        (new_folder / "chat_template.jinja").write_text(chat_template)
+        (new_folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     _set_dtype(new_folder / "config.json", specs[0].dtype)
     entries = write_weights(new_folder, specs, weights, max_shard_bytes=max_shard_bytes)
     flush_tree(new_folder)
@@ -72,7 +72,7 @@ def copy_other_files(source: Path, to: Path) -> None:
 
 def _set_dtype(config_file: Path, dtype: str) -> None:
     """Writes the weights' dtype into config.json, under the name of transformers 5."""
-    hf_config = json.loads(config_file.read_text())
+    hf_config = json.loads(config_file.read_text(encoding="utf-8"))
     hf_config.pop("torch_dtype", None)
     hf_config["dtype"] = dtype
-    config_file.write_text(json.dumps(hf_config, indent=2) + "\n")
+    config_file.write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")

@@ -45,7 +45,7 @@ def write_weights(
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
-        (folder / INDEX_NAME).write_text(_index(names, shards))
+        (folder / INDEX_NAME).write_text(_index(names, shards), encoding="utf-8")
     remaining = iter(tensors)
     entries: dict[str, FileEntry] = {}
     for name, shard in zip(names, shards, strict=True):

@@ -235,7 +235,7 @@ class ViewedRun:
     def configuration(self) -> dict[str, dict[str, Any]]:
         """The settings by section, as they are in the folder; {} if they cannot be read."""
         try:
-            tables = tomllib.loads(self.folder.config_path.read_text(errors="replace"))
+            tables = tomllib.loads(self.folder.config_path.read_text(errors="replace", encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError) as error:
             self._config_error = f"{self.folder.config_path} cannot be read: {error}"
             return {}

@@ -10,12 +10,11 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tiny_model import make_tiny_model
@@ -34,14 +33,14 @@ PARTS = ("rollouts", "trainer", "run")
 def main(arguments: Sequence[str]) -> int:
     """0; 1 if a ratio fell."""
     options = _options(arguments)
-    work = Path(tempfile.mkdtemp(prefix="invrl-bench-"))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(ROOT))  # the smoke run's rollout function; an installed clone has it anyway
-    if options.smoke:
-        options.model_path = str(make_tiny_model(work / "tiny"))
     load_before = round(os.getloadavg()[0], 2)
-    ratios, details = _measure(options, work)
-    shutil.rmtree(work)
+    with TemporaryDirectory(prefix="invrl-bench-") as folder:
+        work = Path(folder)
+        if options.smoke:
+            options.model_path = str(make_tiny_model(work / "tiny"))
+        ratios, details = _measure(options, work)
     model = "tiny" if options.smoke else Path(options.model_path).name
     kept = {"options": options, "model": model, "baseline": "baseline.json", "load_before": load_before}
     return keep(ratios, TARGETS, details, **kept)

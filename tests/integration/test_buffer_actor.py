@@ -22,16 +22,7 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Task, WeightVersion
 
 ray = pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    already = ray.is_initialized()
-    if not already:
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    if not already:
-        ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,22 +30,13 @@ from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import CriticRanks, TrainHandle
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS = 2
 WARM_UP = EXACT.model_copy(update={"critic_warmup_steps": 1})
 COMPARED = (
     *("value_loss", "value_mean", "return_mean", "value_explained_variance", "kl_in_reward"),
     *("critic_grad_norm", "grad_norm", "loss", "critic_lr", "critic_steps", "optimizer_steps"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    already = ray.is_initialized()
-    if not already:
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    if not already:
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

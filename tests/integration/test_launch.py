@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,9 +34,9 @@ def run(command: list[str], *, cwd: Path, **env: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of what install.sh reads, at a path with a space, with a stand-in for Python that records
-    what would have been installed."""
-    project = tmp_path / "a project"
+    """A copy of what install.sh reads, at a path with spaces and an umlaut, with a stand-in for Python that
+    records what would have been installed."""
+    project = tmp_path / "ein Pfad mit ä"
     (project / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", project)
     for name in ("install.sh", "run_contained.py", "uv_settings.py"):
@@ -51,7 +52,11 @@ def project(tmp_path: Path) -> Path:
 case "$*" in
   *sys.executable*) echo "$0" ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-  *"-m pip install"*) echo "pip install ${{*#*install}}" >> "{project}/installed"; exit ${{FAIL:-0}} ;;
+  *"-m pip install"*)
+    sleep "${{SLOW_S:-0}}"
+    echo "pip install ${{*#*install}}" >> "{project}/installed"
+    exit ${{FAIL:-0}} ;;
+  *"${{MISSING:-no module}}"*) exit 1 ;;
   *) exec "{sys.executable}" "$@" ;;
 esac
 """
@@ -107,6 +112,41 @@ def test_broken_install_is_replaced(project: Path) -> None:
     assert "starting afresh" in again.stdout
     assert not (project / ".venv" / "torn").exists()
     assert install(project).stdout == ""
+
+
+def test_an_environment_whose_python_is_gone_is_made_afresh(project: Path) -> None:
+    install(project)
+    python = project / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to(project / "no such python")
+    again = install(project)
+    assert "its Python is gone" in again.stdout
+    assert len(installs(project)) == 4
+    assert install(project).stdout == ""
+
+
+def test_an_environment_that_lost_a_package_is_made_afresh(project: Path) -> None:
+    """As after an upgrade of the system's Python, whose new version looks into another folder."""
+    install(project)
+    again = install(project, MISSING="sglang")
+    assert "packages are gone from it" in again.stdout
+    assert len(installs(project)) == 4
+
+
+def test_an_environment_that_moved_with_its_project_is_made_afresh(project: Path, tmp_path: Path) -> None:
+    """Its programs name the Python of the folder where they were installed."""
+    install(project)
+    moved = project.rename(tmp_path / "moved")
+    again = install(moved)
+    assert f"it was made for {project}" in again.stdout
+    assert install(moved).stdout == ""
+
+
+def test_a_silent_installer_is_told_to_be_at_work(project: Path) -> None:
+    done = install(project, SLOW_S="1.5", INVRL_TELL_INTERVAL_S="0.4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"still installing, after \d+ s", done.stdout)
+    assert done.stdout.splitlines()[-1].startswith("[install] done in")
 
 
 def test_gpu_machine_installs_the_gpu_pins(project: Path) -> None:

@@ -3,6 +3,7 @@ answers whatever becomes of workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
@@ -113,8 +114,48 @@ def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
     assert "DEADLINE_EXCEEDED" in lines, "a raylet that is stopped itself does not answer"
 
 
+DESCRIPTION = """
+import json, os, sys
+from pathlib import Path
+from invrl.host.ray_setup import prepare_ray
+
+prepare_ray()
+import ray
+from invrl.run.ray_session import start_ray
+from invrl.run.config import resolve
+from invrl.host.ray_watch import raylet_question
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def priority(self):
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+with start_ray(resolve(), Path(sys.argv[1])):
+    raylet_question(ray._private.worker._global_node, timeout_s=100)()
+    found = {"driver": os.getpriority(os.PRIO_PROCESS, 0), "actor": ray.get(Actor.remote().priority.remote())}
+print(json.dumps(found))
+"""
+
+
+def test_actors_have_the_driver_s_priority_and_no_proxy_stands_before_the_raylet(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        environment |= {name: "http://127.0.0.1:9", name.upper(): "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIPTION, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert done.returncode == 0, done.stderr
+    priorities = json.loads(done.stdout.splitlines()[-1])
+    assert priorities["actor"] == priorities["driver"]
+
+
 LATE_ONCE = """
-import sys
+import os, sys
 from pathlib import Path
 from invrl.host.ray_setup import prepare_ray
 
@@ -125,6 +166,7 @@ from invrl.run.config import load_resolved
 from invrl.errors import ServerError
 from invrl.store.run_folder import RunFolder
 
+os.getloadavg = lambda: (0.0, 0.0, 0.0)
 services = ray._private.services
 answer = services.get_node
 late = int(sys.argv[2])

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
+from local_ray import local_ray
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
@@ -62,14 +63,10 @@ REAP = ("RAY_process_group_cleanup_enabled", "true")
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    already = ray.is_initialized()
-    if not already:
-        os.environ.setdefault(*REAP)
-        os.environ["RAY_USE_UVLOOP"] = worker_environment()["RAY_USE_UVLOOP"]
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    if not already:
-        ray.shutdown()
+    os.environ.setdefault(*REAP)
+    os.environ["RAY_USE_UVLOOP"] = worker_environment()["RAY_USE_UVLOOP"]
+    with local_ray():
+        yield
 
 
 @dataclass

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +33,8 @@ from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import TrainHandle
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_session")
 TRAIN = TrainConfig(train_dtype="float32", data_parallel_size=2, lr=1e-3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    already = ray.is_initialized()
-    if not already:
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    if not already:
-        ray.shutdown()
 
 
 DP2 = ParallelLayout(data=2)

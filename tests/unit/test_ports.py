@@ -45,6 +45,16 @@ def only_draws(monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
     monkeypatch.setattr(secrets, "randbelow", lambda _: numbers.pop(0) - 20_000)
 
 
+def test_a_busy_range_is_left_for_the_ports_that_linux_gives_away(
+    port: ReservedPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "randbelow", lambda _: port.number - 20_000)
+    with contextlib.closing(ReservedPort()) as another:
+        assert another.number >= 32_768
+        with contextlib.closing(listening(another.number)):
+            assert another.is_listened_on()
+
+
 @pytest.mark.parametrize("draw", [lambda: ReservedPort().number, free_port])
 def test_reserved_port_is_not_drawn_again(
     draw: Callable[[], int], port: ReservedPort, monkeypatch: pytest.MonkeyPatch

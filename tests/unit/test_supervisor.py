@@ -131,6 +131,46 @@ sys.exit(1)"""
     ]
 
 
+FULL_DISK = """
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+def disk_usage(folder):
+    return SimpleNamespace(free=10**9 if (Path(folder) / "space").exists() else 1_300_000)
+shutil.disk_usage = disk_usage
+"""
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_on_a_full_disk_the_next_incarnation_waits_for_space(
+    start: Start, tmp_path: Path, interrupted: bool
+) -> None:
+    body = """
+if number <= 2:
+    lifeline.tell(NoteKind.REPORTED)
+    sys.exit(1)
+say(number)"""
+    process = start(body, restarts=1, before=FULL_DISK)
+    assert process.stderr is not None
+    assert " is full: 1.3 MB are free, of the run folder" in process.stderr.readline()
+    assert "waiting for space" in process.stderr.readline()
+    if interrupted:
+        process.send_signal(signal.SIGTERM)
+        assert end(process) == (130, "", "")
+        return
+    (tmp_path / "run" / "space").touch()
+    code, out, err = end(process)
+    assert (code, out) == (0, "3\n")
+    assert err.splitlines() == ["invrl: resuming from step 0 (restart 1 of 1)"], "the wait was no restart"
+
+
+def test_without_restarts_a_full_disk_is_named_and_not_waited_for(start: Start) -> None:
+    code, out, err = end(start("lifeline.tell(NoteKind.REPORTED); sys.exit(1)", before=FULL_DISK))
+    assert (code, out) == (1, "")
+    [line] = err.splitlines()
+    assert " is full: 1.3 MB are free, of the run folder" in line
+
+
 def test_permanent_failure_is_not_restarted(start: Start) -> None:
     body = "lifeline.tell(NoteKind.FINAL); lifeline.tell(NoteKind.REPORTED); say(number); sys.exit(1)"
     assert end(start(body, restarts=3)) == (1, "1\n", "")

@@ -64,7 +64,8 @@ def has_nvidia_driver() -> bool:
 def lacks_avx512() -> bool:
     """Whether the processor computes many times slower in bfloat16 than in float32. False for other
     processors than x86."""
-    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = [line for line in lines if line.startswith("flags")]
     return bool(flags) and "avx512f" not in flags[0].split()
 
 
@@ -78,12 +79,13 @@ def memory_of(control_group: Path) -> tuple[int, int]:
     limit_file = control_group / "memory.max"
     if not limit_file.is_file():
         return memory.available, memory.total
-    text = limit_file.read_text().strip()
+    text = limit_file.read_text(encoding="utf-8").strip()
     if text == "max":
         return memory.available, memory.total
     limit = int(text)
-    used = int((control_group / "memory.current").read_text())
-    stat = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
+    used = int((control_group / "memory.current").read_text(encoding="utf-8"))
+    lines = (control_group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    stat = dict(line.split() for line in lines)
     cached_files = int(stat["inactive_file"]) + int(stat["active_file"])
     return min(memory.available, limit - used + cached_files), min(memory.total, limit)
 

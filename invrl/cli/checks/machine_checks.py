@@ -51,7 +51,7 @@ def check_packages(config: Config, machine: Machine) -> str:
         pins_file = REQUIREMENTS / "nodeps-gpu.txt"
     lines = list(importlib.metadata.requires("invrl") or ())
     if pins_file.is_file():
-        pins = pins_file.read_text().splitlines()
+        pins = pins_file.read_text(encoding="utf-8").splitlines()
         lines += [line for line in pins if line and not line.startswith(("#", "-"))]
     needed = 0
     problems: list[str] = []

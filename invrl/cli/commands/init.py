@@ -67,7 +67,7 @@ def write_project(folder: Path, *, model_path: str) -> None:
     """Writes the files of the project. Raises ConfigError if `folder` is a file, is not empty, or cannot be
     written."""
     template = resources.files("rollout_fns") / "your_task"
-    settings = (template / SETTINGS_FILE).read_text()
+    settings = (template / SETTINGS_FILE).read_text(encoding="utf-8")
     # The template's last table is [train].
     tables = tomli_w.dumps({"model": {"model_path": model_path}})
     if machine.lacks_avx512() and not machine.has_nvidia_driver():
@@ -81,9 +81,9 @@ def write_project(folder: Path, *, model_path: str) -> None:
             raise ConfigError("init", str(folder), reason, "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name in COPIED_FILES:
-            (folder / name).write_text((template / name).read_text())
-        (folder / SETTINGS_FILE).write_text(f"{settings}{tables}")
-        (folder / "README.md").write_text(_README)
+            (folder / name).write_text((template / name).read_text(encoding="utf-8"), encoding="utf-8")
+        (folder / SETTINGS_FILE).write_text(f"{settings}{tables}", encoding="utf-8")
+        (folder / "README.md").write_text(_README, encoding="utf-8")
     except OSError as error:
         raise ConfigError("init", str(folder), str(error), "give a folder that can be written") from error
 

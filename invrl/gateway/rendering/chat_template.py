@@ -36,7 +36,7 @@ def chat_template_source(model_path: str, chat_template: str = "") -> str:
     folder = Path(model_path)
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         by_name = {named["name"]: named["template"] for named in template}
@@ -53,7 +53,7 @@ def chat_template_source(model_path: str, chat_template: str = "") -> str:
 def _read_template(chat_template: str) -> str:
     file = SHIPPED_TEMPLATES.get(chat_template) or Path(chat_template).expanduser()
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
         fix = fix_of_path(file, fix, names=SHIPPED_TEMPLATES)

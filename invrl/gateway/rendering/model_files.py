@@ -9,7 +9,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The content of the file; an empty dictionary if there is no such file."""
     if not file.exists():
         return {}
-    return json.loads(file.read_text())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

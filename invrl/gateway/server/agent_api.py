@@ -18,12 +18,12 @@ from typing import Any
 from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
-from invrl.errors import DeadlineError, ServerError, SessionError
+from invrl.errors import DeadlineError, DiskFullError, ServerError, SessionError
 from invrl.gateway.dialects.dialect import CountingDialect, Dialect, ParsedRequest
 from invrl.gateway.keys import keys_of_request
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.connection import ClientConnection
-from invrl.gateway.server.refusals import retry_after
+from invrl.gateway.server.refusals import disk_full, retry_after
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
@@ -69,6 +69,8 @@ class AgentEndpoint:
             _log.warning("generation failed: %s", error)
             refusal = SessionError(str(error), status=503, code="engine_unavailable", retry_after_s=1.0)
             await self._refuse(client, refusal)
+        except DiskFullError as error:
+            await self._refuse(client, disk_full(error))
         except Exception:
             _log.exception("a request failed inside of the gateway")
             await self._refuse(client, SessionError("internal error", status=500, code="internal_error"))

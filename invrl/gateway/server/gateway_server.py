@@ -14,13 +14,13 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.direct_connections import open_directly
 from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
@@ -141,8 +141,8 @@ class GatewayServer:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=2.0) as answer:
-                return bool(answer.status == 200)
+            with open_directly(self.url + "/health", timeout_s=2.0) as answer:
+                return answer.status == 200
         except OSError:
             return False
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> None:
     settings_file, heartbeat_file, *socket_files = arguments
     from invrl.gateway.server.supervisor import supervise
 
-    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text())
+    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text(encoding="utf-8"))
     write_log_lines("gateway", settings.log)
     heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
     listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]

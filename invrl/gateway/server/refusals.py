@@ -7,9 +7,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from invrl.errors import SessionError
+from invrl.errors import DiskFullError, SessionError
 
 _log = logging.getLogger(__name__)
+_SPACE_RETRY_S = 5.0
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 FormatError = Callable[[Request, SessionError], bytes]
@@ -21,6 +22,12 @@ def retry_after(error: SessionError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"retry-after": f"{error.retry_after_s:g}"}
+
+
+def disk_full(error: DiskFullError) -> SessionError:
+    """The refusal of a request that cannot be recorded now. The store's writer has logged the error."""
+    reason = f"nothing can be recorded: {error}"
+    return SessionError(reason, status=503, code="disk_full", retry_after_s=_SPACE_RETRY_S)
 
 
 def add_error_handlers(app: FastAPI, format_error: FormatError) -> None:
@@ -54,5 +61,7 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
         message = f"{request.method} {path}: {error.detail}"
         code = _CODES.get(error.status_code, "invalid_request")
         return SessionError(message, status=error.status_code, code=code)
+    if isinstance(error, DiskFullError):
+        return disk_full(error)
     _log.error("a request failed inside of the gateway", exc_info=error)
     return SessionError("internal error", status=500, code="internal_error")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from invrl.errors import SessionError
+from invrl.errors import DiskFullError, SessionError
 from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.config import SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
@@ -93,7 +93,7 @@ class Lifecycle:
             self.turns.open(record)
         try:
             await self._store_opened(records, opening)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, DiskFullError) as error:
             self.registry.forget(records)
             for record in records:
                 self.turns.close(record)

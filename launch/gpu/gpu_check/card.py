@@ -13,7 +13,9 @@ def query(section: str, *fields: str) -> list[list[str]]:
     """Rows of nvidia-smi's answer; none where there is no nvidia-smi. `section`: "gpu" or "compute-apps"."""
     command = ["nvidia-smi", f"--query-{section}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_DEADLINE_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]

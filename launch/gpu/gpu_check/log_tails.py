@@ -12,4 +12,4 @@ def print_tails(folder: Path) -> None:
 
 
 def last_lines(path: Path, number: int) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-number:]
+    return path.read_text(errors="replace", encoding="utf-8").splitlines()[-number:]

@@ -40,7 +40,7 @@ class Record:
             "stages": {name: outcome.as_json() for name, outcome in self._outcomes.items()},
         }
         partial = self.path.with_suffix(".part")
-        partial.write_text(json.dumps(values, indent=2) + "\n")
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
 
 

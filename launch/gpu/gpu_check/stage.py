@@ -58,7 +58,7 @@ def run_stage(
     """Its log is `<name>.log` in the folder for results."""
     start = time.monotonic()
     path = settings.out / f"{stage.name}.log"
-    with path.open("w") as log:
+    with path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gpu_check.stages", stage.name, _as_argument(settings)],
             stdin=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def run_stage(
             exit_status = None
         finally:
             _end(process)
-    text = path.read_text(errors="replace")
+    text = path.read_text(errors="replace", encoding="utf-8")
     seconds = round(time.monotonic() - start, 1)
     reason = skip_reason(text)
     if exit_status == 0 and reason is not None:

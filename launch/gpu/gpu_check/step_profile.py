@@ -39,7 +39,9 @@ def profile_step(step: Callable[[], object], table: Path) -> StepProfile:
         if on_cuda:
             torch.cuda.synchronize()
     averages = profiler.key_averages()
-    table.write_text(averages.table(sort_by=order, row_limit=_ROWS_OF_TABLE, max_name_column_width=100))
+    table.write_text(
+        averages.table(sort_by=order, row_limit=_ROWS_OF_TABLE, max_name_column_width=100), encoding="utf-8"
+    )
     return _summary(profiler.events() or [])
 
 

@@ -37,7 +37,8 @@ def run(settings: CheckSettings) -> None:
         [sys.executable, "-m", "gpu_check.bucket_receiver"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     assert receiver.stdin is not None
     assert receiver.stdout is not None

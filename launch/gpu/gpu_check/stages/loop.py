@@ -43,7 +43,7 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
     output = settings.out / f"{name}-train.txt"
     deadline_s = _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S
     try:
-        with output.open("w") as file:
+        with output.open("w", encoding="utf-8") as file:
             subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True, timeout=deadline_s)
     except BaseException as error:  # the deadline of the stage too, which ends this process
         print_tails(run_folder / "logs")
@@ -70,7 +70,7 @@ def _task_flags(settings: CheckSettings) -> list[str]:
         return ["--config", "quickstart", "--model-path", model, "--eval-tasks", "0"]
     tasks = settings.work / "tasks.jsonl"
     lines = [json.dumps({"question": f"say {index}", "label": index}) for index in range(_TASKS)]
-    tasks.write_text("\n".join(lines) + "\n")
+    tasks.write_text("\n".join(lines) + "\n", encoding="utf-8")
     flags = {
         "model-path": str(random_model(settings, "small")),
         "task-file": str(tasks),
@@ -107,7 +107,7 @@ def _steps_of(run_folder: Path) -> list[dict[str, float]]:
     path = run_folder / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "rollout/reward_mean" in line and "sync/version" in line]
 
 

@@ -122,7 +122,7 @@ def _measure_in_process(steps: StepSettings) -> dict[str, Any]:
     settings_json = TypeAdapter(StepSettings).dump_json(steps)
     command = [sys.executable, "-m", "invrl.bench.step_program"]
     subprocess.run(command, input=settings_json, check=True, timeout=_DEADLINE_S)
-    return json.loads(Path(steps.out).read_text())
+    return json.loads(Path(steps.out).read_text(encoding="utf-8"))
 
 
 def _speeds(micro_batch: int, measured: dict[str, Any]) -> dict[str, object]:

@@ -1,0 +1,82 @@
+"""What a session of tests left on the machine, said at its end: temporary files, processes, shared memory.
+
+A session has a TMPDIR of its own, so that nothing of other programs is taken for its own.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from invrl.host.process import still_running
+
+_GRACE_S = 30.0
+"""For processes that end by themselves once their parent has, such as guardians, which also remove files."""
+_WITH_US = re.compile(rf"invrl\.host\.guardian {os.getpid()} |multiprocessing.resource_tracker")
+"""Processes that end right after this one."""
+
+
+class LeftBehind:
+    """A plugin of pytest."""
+
+    def __init__(self) -> None:
+        shared = Path(tempfile.gettempdir())
+        self.folder = Path(tempfile.mkdtemp(prefix="it-"))  # short, for the sockets in it
+        os.environ["TMPDIR"] = str(self.folder)
+        tempfile.tempdir = None
+        # pytest keeps the folders of three sessions, and torch its compiled kernels.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(shared))
+        kernels = shared / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        self.found: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        self.found = [*self._processes(), *self._files(), *_shared_memory()]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.found:
+            terminalreporter.section("left behind by these tests", sep="=", red=True)
+            for line in self.found:
+                terminalreporter.line(line)
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _files(self) -> Iterator[str]:
+        for path in sorted(self.folder.iterdir()):
+            yield f"in TMPDIR: {path.name}"
+
+    def _processes(self) -> Iterator[str]:
+        """Those that have our TMPDIR in their environment, or one within it."""
+        started: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                variables = process.environ()
+                is_ours = Path(variables.get("TMPDIR", "/")).is_relative_to(self.folder)
+                if process.pid != os.getpid() and is_ours and not _WITH_US.search(_command(process)):
+                    started.append(process)
+        for process in still_running(started, within_s=_GRACE_S):
+            with suppress(psutil.Error):
+                yield f"process {process.pid}: {_command(process)[:200]}"
+
+
+def _command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def _shared_memory() -> Iterator[str]:
+    """Torch writes its creator's process id into a name. Names without one may be other programs'."""
+    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
+    for path in sorted(Path("/dev/shm").glob("*")):
+        if own.search(path.name):
+            yield f"in shared memory: {path}"
