@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import engine_death, router_death
+from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, router_death, wrong_answer
 from invrl.engines.engine_server import EngineServer, count_gpus, max_total_tokens
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.fleet_state import FleetState
@@ -37,6 +37,7 @@ from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
+from invrl.types import WeightVersion
 from invrl.weights.config import WeightSyncConfig
 
 _LOG = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class Fleet:
         self._restarts: Counter[str] = Counter()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
+        self._examination: asyncio.Task[None] | None = None
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
         # A pool of our own, large enough: threads that wait for an engine to start must not delay those
         # that end one.
@@ -231,6 +233,29 @@ class Fleet:
         previous = self._replacements.get(name)
         self._replacements[name] = asyncio.create_task(self._replace(name, engine, after=previous))
 
+    def examine(self, newest_version: WeightVersion) -> None:
+        """An answer of some engine was wrong: asks each of them a short question in the background. One whose
+        answer to that is wrong, too, leaves the fleet. `newest_version`: of the weights."""
+        if self._examination is None or self._examination.done():
+            _LOG.warning("an engine has answered wrongly, see gateway.log: all engines are examined")
+            self._examination = asyncio.create_task(self._examine(newest_version))
+
+    async def _examine(self, newest_version: WeightVersion) -> None:
+        engines = dict(self.engines)
+        questions = [
+            wrong_answer(
+                engine.client,
+                vocab_size=self.limits.vocab_size,
+                newest_version=newest_version,
+                deadline_s=TOKEN_TIMEOUTS * self._heartbeat_timeout_s,
+            )
+            for engine in engines.values()
+        ]
+        reasons = await asyncio.gather(*questions)
+        for (name, engine), reason in zip(engines.items(), reasons, strict=True):
+            if reason and self.engines.get(name) is engine:
+                self.evict(name, reason)
+
     def restart_evicted(self, bring_up: BringUp) -> None:
         """From now on start engines that left again, also those that have left already.
 
@@ -262,6 +287,8 @@ class Fleet:
     async def stop(self) -> None:
         """End everything, also if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
+        if self._examination is not None:
+            tasks.append(self._examination)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

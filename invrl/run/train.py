@@ -206,7 +206,9 @@ class _TrainingRun:
         if trainer is None:
             await cluster.serving.fleet.check_unchanged()
             return None
-        updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
+        updater = create_weight_updater(
+            self.config, trainer, cluster.serving.fleet, cluster.serving.gateway.announce_version
+        )
         self.awaited.questions["sync"] = updater.phase_text
         self.awaited.questions["starting"] = updater.phase_text
         sync = updater.update

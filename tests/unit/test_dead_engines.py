@@ -717,3 +717,42 @@ async def test_an_external_engine_that_is_not_what_the_run_needs_ends_the_start(
         await other.start()
     assert FakeServer.made[-1].stopped
     assert other.engines == {}
+
+
+async def test_an_engine_that_answers_wrongly_when_examined_leaves_and_comes_back(
+    fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    liar = fleet.engines["engine-1"]
+    newest_versions: list[int] = []
+
+    async def verdict(client: object, *, newest_version: WeightVersion, **_: object) -> str:
+        newest_versions.append(newest_version)
+        return "a log-prob of 5.0" if client is liar.client else ""
+
+    monkeypatch.setattr(fleet_module, "wrong_answer", verdict)
+    fleet.examine(WeightVersion(1))
+    fleet.examine(WeightVersion(1))  # one examination at a time
+    await eventually(lambda: fleet.engines.get("engine-1") not in (None, liar))
+    assert newest_versions == [1, 1, 1]
+    assert liar.server.stopped
+    assert {"engine-0", "engine-1", "engine-2"} == set(fleet.engines)
+
+
+async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) -> None:
+    announced: list[tuple[int, list[int]]] = []
+    transaction = WeightTransaction(
+        FakeReceiver.trainer,
+        fleet.receivers,
+        canary_prompts=[],
+        bound=CanaryBound(max_gap=0.1, mean_gap=0.1),
+    )
+    updater = WeightUpdater(
+        transaction,
+        fleet,
+        lambda version: announced.append((version, [receiver.version for receiver in FakeReceiver.made])),
+    )
+    for version in (4, 5):
+        await updater.update(WeightVersion(version))
+    assert announced == [(4, [0, 0, 0]), (5, [4, 4, 4])]

@@ -23,6 +23,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
 from invrl.host.process import RestartLimit, ServerProcess
+from invrl.types import WeightVersion
 
 _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 5
@@ -83,6 +84,21 @@ class GatewayServer:
             self.process.check_alive()
         _log.warning("the gateway died and is started again, see %s", self._log_file)
         self.process = self._start()
+
+    def announce_version(self, version: WeightVersion) -> None:
+        """To be called before an engine gets this version of the weights: until then, its tokens are refused
+        as sampled by weights that do not exist."""
+        self._heartbeats.announce_version(version)
+
+    @property
+    def newest_version(self) -> WeightVersion:
+        """What was announced last."""
+        return self._heartbeats.newest_version()
+
+    @property
+    def wrong_answers(self) -> int:
+        """How many answers of engines could not be true, so that they were refused."""
+        return self._heartbeats.wrong_answers()
 
     def end_run(self) -> None:
         """From now on the gateway answers that the run has ended: to an environment that asks for a task, and

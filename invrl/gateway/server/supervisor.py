@@ -135,6 +135,8 @@ class _Workers:
             [self._listener, *self._own_sockets[number : number + 1]],
             beat=partial(self._heartbeats.beat, worker_place(number)),
             run_ended=self._heartbeats.run_has_ended,
+            newest_version=self._heartbeats.newest_version,
+            on_wrong_answer=partial(self._heartbeats.count_wrong_answer, worker_place(number)),
         )
         pid = _fork(work)
         self._numbers_by_pid[pid] = number
