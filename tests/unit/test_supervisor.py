@@ -362,7 +362,7 @@ def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_
 
 
 def test_the_temporary_folder_of_a_killed_driver_goes_and_its_logs_stay(start: Start, tmp_path: Path) -> None:
-    logs = tmp_path / "ray" / "session_2026" / "logs"
+    logs = tmp_path / "ray" / "r" / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.out").write_text("printed by user code")
     (logs / "worker-2.out").touch()
