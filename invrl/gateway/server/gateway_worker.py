@@ -12,7 +12,6 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from invrl.engines.answer_check import NewestVersion
 from invrl.engines.routed_experts import ExpertsShape
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
@@ -25,6 +24,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.log_lines import write_log_lines
 from invrl.host.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types import WeightVersion
 
 
 def serve(
@@ -36,7 +36,7 @@ def serve(
     *,
     beat: Callable[[], None],
     run_ended: Callable[[], bool],
-    newest_version: NewestVersion,
+    newest_version: Callable[[], WeightVersion],
     on_wrong_answer: Callable[[], object],
 ) -> None:
     """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
@@ -103,7 +103,9 @@ def serve(
 
 
 def _fleet_client(
-    settings: GatewaySettings, newest_version: NewestVersion, on_wrong_answer: Callable[[], object]
+    settings: GatewaySettings,
+    newest_version: Callable[[], WeightVersion],
+    on_wrong_answer: Callable[[], object],
 ) -> SglangClient:
     api_key = ""
     if settings.router_api_key is not None:
