@@ -13,6 +13,7 @@ import msgspec
 from invrl import __version__
 from invrl.engines import smg
 from invrl.host import interrupts
+from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
@@ -35,6 +36,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     note(f"starting {config.engine.described}; run folder {folder.path}")
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
+        stack.enter_context(incidents_shown(note))
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         rollouts = create_rollouts(config, folder, serving)

@@ -32,10 +32,11 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPage:
-    """An array of uint64. The supervisor and each of `workers` workers have two words: the number of their
-    heartbeats, and how often the process was killed because they stopped. Then come the wrong answers that
-    each worker has got and the newest version of the weights. The last word is not 0 once the run has ended.
-    `file`: the open file that `create` returned, which child processes inherit."""
+    """An array of uint64. The supervisor and each of `workers` workers have four words: the number of their
+    heartbeats, how often the process was killed because they stopped, how many wrong answers of engines it
+    has got, and how often it has ended by itself. Then comes the newest version of the weights. The last word
+    is not 0 once the run has ended. `file`: the open file that `create` returned, which child processes
+    inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -69,6 +70,13 @@ class HeartbeatPage:
         """Of engines to all workers, since the page was made."""
         return sum(self._words[2 * self._places : 3 * self._places])
 
+    def count_ended(self, place: int) -> None:
+        self._words[3 * self._places + place] += 1
+
+    def ended(self, place: int) -> int:
+        """How often a process in this place has ended without being killed for its silence."""
+        return self._words[3 * self._places + place]
+
     def beat(self, place: int) -> None:
         self._words[place] += 1
 
@@ -89,7 +97,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (3 * (workers + 1) + 2)
+    return _WORD_BYTES * (4 * (workers + 1) + 2)
 
 
 class SilenceWatch:
