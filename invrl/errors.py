@@ -9,7 +9,8 @@ InvrlError
 ├── DeadlineError          a wait across a process ran out; says what it waited for
 │   └── ActorSilentError   a Ray actor did not answer a call in time
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
-│   └── ActorDiedError     a Ray actor died before it answered a call
+│   ├── ActorDiedError     a Ray actor died before it answered a call
+│   └── WrongAnswerError   an engine's answer to a generation cannot be true: the engine is suspect
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
@@ -93,6 +94,13 @@ class ServerError(InvrlError):
 
 class ActorDiedError(ServerError):
     """The process of a Ray actor died before it answered a call."""
+
+
+class WrongAnswerError(ServerError):
+    """An engine's answer to a generation that cannot be true: nothing of it is used."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine's answer is wrong: {reason}")
 
 
 class SessionError(InvrlError):

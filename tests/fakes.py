@@ -66,6 +66,8 @@ class FakeEngine:
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
         self.abort_next = False
+        self.spoil: Callable[[dict], object] = lambda event: event
+        """Changes the event that ends an answer, or returns another one."""
         self.requests: list[dict] = []
         self.traceparents: list[str] = []
         """The header of each request."""
@@ -162,6 +164,8 @@ class FakeEngine:
                     [[fake_logprob(token) - rank / 2, (token + rank) % 512, None] for rank in range(top)]
                     for token in ids
                 ]
+            if count == len(reply):
+                out = self.spoil(out)
             if body.get("stream"):
                 await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
         self._cache = [*self._cache[-63:], [*prompt, *reply]]

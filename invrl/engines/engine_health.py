@@ -17,25 +17,35 @@ ended, or is stopped, is noticed all the same.
 
 An engine that answers but makes no token while it may generate counts as dead after `TOKEN_TIMEOUTS` times as
 long: a long prompt on a busy machine may take a while, and any step that ends is an answer.
+
+An engine whose answers cannot be true is as bad as a dead one (`wrong_answer`). The router does not say which
+engine a wrong answer came from, so all of them are examined then.
 """
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import psutil
 
+from invrl.engines.sglang_client import GenerateRequest, GenerateResult
+from invrl.errors import InvrlError, WrongAnswerError
 from invrl.host.process import ENDED, STOPPED, state_of
+from invrl.types import Sampling, WeightVersion
 
 _LOG = logging.getLogger(__name__)
 
 QUESTIONS = 3
 """In a row. One alone proves nothing: our own event loop may have been blocked."""
 TOKEN_TIMEOUTS = 3
+_EXAMINED_TOKENS = 16
+"""Of the question that is put to an engine once an answer was wrong."""
 _MAX_POLL_INTERVAL_S = 0.25
 """How long an ended process may go unnoticed: less than the gateway waits before it asks the router again."""
 
@@ -48,6 +58,12 @@ class Answers(Protocol):
 
     async def answers(self, *, deadline_s: float) -> bool: ...
     async def generates(self, *, deadline_s: float) -> bool: ...
+
+
+class Generates(Protocol):
+    """The part of `SglangClient` that samples."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
 
 class Updated(Protocol):
@@ -143,6 +159,32 @@ async def engine_death(
         ended = until_ended(processes, interval_s=interval_s, clock=clock)
         causes["a process of it has ended"] = ended
     return await _first_cause(causes, seen, names)
+
+
+async def wrong_answer(
+    client: Generates, *, vocab_size: int, newest_version: WeightVersion, deadline_s: float
+) -> str:
+    """Why an engine's answers cannot be true; "" if the one to a short question can, or if there is none
+    within `deadline_s`: silence is for `engine_death` to judge."""
+    prompt_T = np.arange(_EXAMINED_TOKENS, dtype=np.int32) % vocab_size
+    request = GenerateRequest(
+        rid=f"examination-{secrets.token_hex(8)}",
+        input_ids_T=prompt_T,
+        sampling=Sampling(max_new_tokens=_EXAMINED_TOKENS),
+        ignore_eos=True,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            result = await client.generate(request)
+    except WrongAnswerError as error:
+        return str(error)
+    except (InvrlError, TimeoutError) as error:
+        _LOG.info("an engine did not answer its examination: %s", error)
+        return ""
+    claimed = max(span.version for span in result.spans)
+    if claimed > newest_version:
+        return f"it claims weight version {claimed}; the newest is {newest_version}"
+    return ""
 
 
 async def router_death(

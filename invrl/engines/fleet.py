@@ -15,7 +15,7 @@ should.
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import engine_death, router_death
+from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, router_death, wrong_answer
 from invrl.engines.engine_server import ENGINE_MODULE, EngineServer, count_gpus, max_total_tokens
 from invrl.engines.engine_spans import FLAG
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
@@ -36,9 +36,11 @@ from invrl.engines.smg import find_smg
 from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.fork_parent import ForkParent
+from invrl.host.incidents import incidents
 from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
+from invrl.types import WeightVersion
 from invrl.weights.config import WeightSyncConfig
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +53,11 @@ update comes in between."""
 
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
+_HOUR_S = 3600.0
+_ROUTER_RETURN_S = 180.0
+"""How long an engine waits for a router that is started again, beyond the time in which its silence is
+noticed."""
+_ROUTER_ANSWER_S = 5.0
 _END_DEADLINE_S = 60.0
 _END_POLL_S = 0.05
 
@@ -130,8 +137,13 @@ class Fleet:
         """Engines that are being ended."""
         self._bring_up: BringUp | None = None
         self._restarts: Counter[str] = Counter()
+        most = engine.engine_max_restarts
+        self._restart_limits = defaultdict(lambda: RestartLimit(most, period_s=_HOUR_S))
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
+        self._unrouted: set[str] = set()
+        """URLs of engines that a router was to know, which died first."""
+        self._examination: asyncio.Task[None] | None = None
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
         # A pool of our own, large enough: threads that wait for an engine to start must not delay those
         # that end one.
@@ -233,7 +245,7 @@ class Fleet:
         engine = self.engines.pop(name, None)
         if engine is None:
             return
-        _LOG.error("%s leaves the fleet: %s", name, reason)
+        incidents.error("%s leaves the fleet: %s", name, reason)
         self.evicted[name] = reason
         watch = self._watches.pop(name, None)
         if watch is not None and watch is not asyncio.current_task():
@@ -242,11 +254,34 @@ class Fleet:
         previous = self._replacements.get(name)
         self._replacements[name] = asyncio.create_task(self._replace(name, engine, after=previous))
 
+    def examine(self, newest_version: WeightVersion) -> None:
+        """An answer of some engine was wrong: asks each of them a short question in the background. One whose
+        answer to that is wrong, too, leaves the fleet. `newest_version`: of the weights."""
+        if self._examination is None or self._examination.done():
+            _LOG.warning("an engine has answered wrongly, see gateway.log: all engines are examined")
+            self._examination = asyncio.create_task(self._examine(newest_version))
+
+    async def _examine(self, newest_version: WeightVersion) -> None:
+        engines = dict(self.engines)
+        questions = [
+            wrong_answer(
+                engine.client,
+                vocab_size=self.limits.vocab_size,
+                newest_version=newest_version,
+                deadline_s=TOKEN_TIMEOUTS * self._heartbeat_timeout_s,
+            )
+            for engine in engines.values()
+        ]
+        reasons = await asyncio.gather(*questions)
+        for (name, engine), reason in zip(engines.items(), reasons, strict=True):
+            if reason and self.engines.get(name) is engine:
+                self.evict(name, reason)
+
     def restart_evicted(self, bring_up: BringUp) -> None:
         """From now on start engines that left again, also those that have left already.
 
-        Each is started at most `engine_max_restarts` times, in the background; an external one is waited for
-        as long as the fleet lives. `bring_up` gives it the fleet's version.
+        Each is started at most `engine_max_restarts` times an hour, in the background; an external one is
+        waited for as long as the fleet lives. `bring_up` gives it the fleet's version.
         """
         self._bring_up = bring_up
         for name in self.evicted:
@@ -273,6 +308,8 @@ class Fleet:
     async def stop(self) -> None:
         """End everything, also if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
+        if self._examination is not None:
+            tasks.append(self._examination)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -329,8 +366,9 @@ class Fleet:
                     f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. "
                     f"Last lines of {router.log}:\n{router.log_tail()}"
                 )
-            _LOG.error("the router is started again: %s", reason)
+            incidents.error("the router is started again: %s", reason)
             await self._restart_router(router)
+            incidents.warning("the router is back")
 
     async def _restart_router(self, dead: RouterServer) -> None:
         """Start a router at the same address with the same keys, so that the gateway need not know.
@@ -341,11 +379,15 @@ class Fleet:
         self.router = self._launch_router(dead)
         await self._in_thread(self.router.wait_ready)
         for name, engine in list(self.engines.items()):
-            if not dead.registered(engine.server.url):
+            if not (dead.registered(engine.server.url) or engine.server.url in self._unrouted):
                 continue
             try:
-                await self._register(engine)
+                await self._register_now(engine)
+                self._unrouted.discard(engine.server.url)
             except (ServerError, DeadlineError) as error:
+                if not await self._router_answers():  # it is the router again, which is started once more
+                    self._unrouted.add(engine.server.url)
+                    continue
                 self.evict(name, f"the restarted router does not reach it: {error}")
             if self.engines.get(name) is not engine:  # it left meanwhile
                 await self._unregister(engine)
@@ -353,7 +395,7 @@ class Fleet:
     # ------------------------------------------------------------------ engines come and go
 
     def _may_restart(self, name: str) -> bool:
-        return name in self._external_urls or self._restarts[name] < self._config.engine_max_restarts
+        return name in self._external_urls or not self._restart_limits[name].is_reached()
 
     async def _replace(self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None) -> None:
         """End an engine that left, and start it again while that is wanted and allowed. `after`: what started
@@ -365,6 +407,7 @@ class Fleet:
         while self._bring_up is not None and self._may_restart(name):
             async with self._start_turn if self._shares_gpus else nullcontext():
                 self._restarts[name] += 1
+                self._restart_limits[name].allows()
                 count = self._announce_restart(name)
                 try:
                     return await self._restart(name, self._bring_up)
@@ -374,14 +417,15 @@ class Fleet:
             if name in self._external_urls:
                 await asyncio.sleep(self._config.engine_health_interval_s)
         if self._bring_up is not None:
-            _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
+            most = self._config.engine_max_restarts
+            incidents.error("%s stays away: it left more than %d times in an hour", name, most)
 
     def _announce_restart(self, name: str) -> str:
-        """Log it. Returns which restart of how many it is."""
+        """Log it. Returns which restart it is, and how many there may be."""
         count = str(self._restarts[name])
         action = "is waited for"
         if name not in self._external_urls:
-            count += f" of {self._config.engine_max_restarts}"
+            count += f", at most {self._config.engine_max_restarts} in an hour"
             action = "is started again"
         _LOG.warning("%s %s (%s); it left: %s", name, action, count, self.evicted[name])
         return count
@@ -416,7 +460,7 @@ class Fleet:
                 self.evict(name, f"the router does not reach it: {error}")
             return
         if self.engines.get(name) is engine:
-            _LOG.warning("%s is back", name)
+            incidents.warning("%s is back", name)
         else:
             await self._unregister(engine)
 
@@ -502,6 +546,32 @@ class Fleet:
         return engine
 
     async def _register(self, engine: Engine) -> None:
+        """Registers an engine with the router, and waits for that if it has to be started again first. Raises
+        ServerError or DeadlineError if a router that answers does not reach the engine."""
+        while True:
+            router = self.router
+            try:
+                return await self._register_now(engine)
+            except (ServerError, DeadlineError):
+                if self.router is router and await self._router_answers():
+                    raise
+                _LOG.warning("%s waits for the router, which is away", engine.server.name)
+                await self._until_router_answers()
+
+    async def _until_router_answers(self) -> None:
+        """Raises DeadlineError."""
+        deadline_s = self._heartbeat_timeout_s + _ROUTER_RETURN_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await self._router_answers():
+                    await asyncio.sleep(_END_POLL_S)
+        except TimeoutError:
+            raise DeadlineError("the router to be started again", deadline_s) from None
+
+    async def _router_answers(self) -> bool:
+        return await self._in_thread(self.router.answers, _ROUTER_ANSWER_S)
+
+    async def _register_now(self, engine: Engine) -> None:
         await self._in_thread(self.router.register, engine.server.url, api_key=engine.server.api_key)
 
     async def _unregister(self, engine: Engine) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from invrl.engines.http_connection import HttpConnection
 from invrl.engines.version_spans import EngineSpan
-from invrl.errors import ServerError
+from invrl.errors import ServerError, WrongAnswerError
 from invrl.types import FinishReason
 
 TokenLogprob = tuple[float, int, str | None]
@@ -29,6 +29,8 @@ class MetaInfo(msgspec.Struct):
     id: str
     prompt_tokens: int
     weight_version: str
+    completion_tokens: int = 0
+    """Of the whole answer so far."""
     cached_tokens: int = 0
     output_token_logprobs: list[TokenLogprob] = []
     output_top_logprobs: list[list[TopLogprob] | None] | None = None
@@ -42,6 +44,7 @@ class GenerateEvent(msgspec.Struct):
     """One event of a stream (the tokens since the event before), or a whole answer."""
 
     meta_info: MetaInfo | None = None
+    output_ids: list[int] = []
     error: msgspec.Raw | None = None
 
 
@@ -88,15 +91,32 @@ def decode_event(data: bytes) -> GenerateEvent:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ServerError(f"the engine's answer cannot be read: {error}: {data[:200]!r}") from None
+        raise WrongAnswerError(f"it cannot be read: {error}: {data[:200]!r}") from None
 
 
-async def events_of(response: HttpConnection) -> AsyncIterator[GenerateEvent]:
-    """The server-sent events of a streamed answer, without the final `[DONE]`."""
+class _PromptMeta(msgspec.Struct):
+    input_token_logprobs: list[TopLogprob]
+
+
+class _PromptAnswer(msgspec.Struct):
+    meta_info: _PromptMeta
+
+
+def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
+    """For each prompt [T]: the log-prob of each token; that of the first one is None."""
+    try:
+        answers = msgspec.json.decode(data, type=list[_PromptAnswer])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WrongAnswerError(f"it cannot be read: {error}: {data[:200]!r}") from None
+    return [answer.meta_info.input_token_logprobs for answer in answers]
+
+
+async def events_of(response: HttpConnection) -> AsyncIterator[bytes]:
+    """The server-sent events of a streamed answer, for `decode_event`, without the final `[DONE]`."""
     pending = b""
     async for data in response.pieces():
         pending += data
         *lines, pending = pending.split(b"\n")
         for line in lines:
             if line.startswith(_DATA) and not line.startswith(_DONE):
-                yield decode_event(line[len(_DATA) :])
+                yield line[len(_DATA) :]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -24,6 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from invrl.engines.answer_check import AnswerCheck, NewestVersion, check_prompt_logprobs
 from invrl.engines.canary_first import canary_rid
 from invrl.engines.drain_route import DRAIN_PATH
 from invrl.engines.experts_by_label import EXPERTS_LABEL
@@ -36,10 +37,11 @@ from invrl.engines.sglang_answers import (
     MetaInfo,
     decode_event,
     decode_load,
+    decode_prompt_logprobs,
     events_of,
 )
 from invrl.engines.version_spans import VersionTracker
-from invrl.errors import DeadlineError, ServerError, SessionError
+from invrl.errors import DeadlineError, ServerError, SessionError, WrongAnswerError
 from invrl.host.traces import current_traceparent
 from invrl.routed_experts import RoutedExperts
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
@@ -195,9 +197,12 @@ class SglangClient:
         name: str = "",
         generate_deadline_s: float = 3600.0,
         experts: ExpertsShape | None = None,
+        newest_version: NewestVersion | None = None,
+        on_wrong_answer: Callable[[], object] = lambda: None,
     ) -> None:
         """`name` is how errors call the server. `experts`: those of the model, if generations record which of
-        them computed a token."""
+        them computed a token. `newest_version`: tokens of a later one are refused; None: any version may be.
+        `on_wrong_answer` is called for each generation that ends with WrongAnswerError."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
@@ -206,6 +211,8 @@ class SglangClient:
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
+        self._newest_version = newest_version
+        self._on_wrong_answer = on_wrong_answer
         self._http = HttpConnections(self.base_url, idle_s=_IDLE_CONNECTION_S)
 
     async def __aenter__(self) -> Self:
@@ -231,9 +238,10 @@ class SglangClient:
             deadline_s=self._generate_deadline_s,
             routing_key=request.routing_key,
         )
-        reader = _GenerationReader(request, self._experts)
-        chunk = reader.add(decode_event(answer))
-        end = reader.end()
+        reader = self._reader(request)
+        with self._wrong_answers_told():
+            chunk = reader.add(decode_event(answer))
+            end = reader.end()
         return GenerateResult(
             **msgspec.structs.asdict(end), ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top
         )
@@ -246,20 +254,41 @@ class SglangClient:
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         body = generate_json(request, stream=True, with_experts=self._experts is not None)
-        reader = _GenerationReader(request, self._experts)
+        reader = self._reader(request)
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
                 self._open("/generate", body, key=self.api_key, routing_key=request.routing_key) as response,
             ):
-                async for event in events_of(response):
-                    chunk = reader.add(event)
+                async for data in events_of(response):
+                    with self._wrong_answers_told():
+                        chunk = reader.add(decode_event(data))
                     if len(chunk.ids_T):
                         yield chunk
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
-        yield reader.end()
+        with self._wrong_answers_told():
+            end = reader.end()
+        yield end
+
+    @contextlib.contextmanager
+    def _wrong_answers_told(self) -> Iterator[None]:
+        try:
+            yield
+        except WrongAnswerError:
+            self._on_wrong_answer()
+            raise
+
+    def _reader(self, request: GenerateRequest) -> _GenerationReader:
+        check = AnswerCheck(
+            rid=request.rid,
+            vocab_size=self.limits.vocab_size,
+            max_new_tokens=request.sampling.max_new_tokens,
+            top_logprobs=request.top_logprobs,
+            newest_version=self._newest_version,
+        )
+        return _GenerationReader(request, self._experts, check)
 
     async def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
@@ -275,11 +304,14 @@ class SglangClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = orjson.loads(await self._ask("/generate", body, deadline_s=deadline_s))
-        rows = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
+        answers = await self._ask("/generate", body, deadline_s=deadline_s)
+        rows = [row[1:] for row in decode_prompt_logprobs(answers)]
         if [len(row) for row in rows] != [len(prompt) - 1 for prompt in prompts]:
-            raise ServerError(f"{self.name}: the prompt log-probs and the prompts differ in length")
-        return [np.array([entry[0] for entry in row], np.float32) for row in rows]
+            raise WrongAnswerError("the prompt log-probs and the prompts differ in length")
+        logprobs = [np.array([logprob for logprob, _, _ in row], np.float32) for row in rows]
+        for logprobs_T in logprobs:
+            check_prompt_logprobs(logprobs_T)
+        return logprobs
 
     def validate(self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int) -> None:
         """Raises SessionError (400) for what would kill the engine, or what it would refuse or cut short."""
@@ -448,8 +480,8 @@ class SglangClient:
 class _GenerationReader:
     """Reads one generation: its disjoint events (`--incremental-streaming-output`), or one whole answer."""
 
-    def __init__(self, request: GenerateRequest, experts: ExpertsShape | None) -> None:
-        self._rid = request.rid
+    def __init__(self, request: GenerateRequest, experts: ExpertsShape | None, check: AnswerCheck) -> None:
+        self._check = check
         self._path_tokens = request.path_tokens
         self._experts = experts
         self._top_logprobs = request.top_logprobs
@@ -461,11 +493,11 @@ class _GenerationReader:
         if meta is None:
             detail = bytes(event.error or b"")[:500].decode(errors="replace")
             raise ServerError(f"the engine failed a generation: {detail}")
-        if meta.id != self._rid:  # whatever went wrong on the way: no tokens of another session
-            raise ServerError(f"the engine answered generation {self._rid} with generation {meta.id}")
+        self._check.check_event(event, meta)
         self._meta = meta
         sampled = meta.output_token_logprobs
         self._versions.add(meta.weight_version, len(sampled), meta.weight_versions)
+        self._check.check_spans(self._versions.spans)
         return GenerateChunk(
             spans=self._versions.spans,
             ids_T=np.array([token for _, token, _ in sampled], np.int32),
@@ -481,15 +513,15 @@ class _GenerationReader:
         for row in meta.output_top_logprobs or ():
             for logprob, token, _ in row or ():
                 entries.append((token, -np.inf if logprob is None else logprob))
-        if len(entries) != self._top_logprobs * len(meta.output_token_logprobs):
-            raise ServerError("the engine did not report the likeliest tokens for every sampled token")
         return np.array(entries, TOP)
 
     def end(self) -> GenerateEnd:
         meta = self._meta
         if meta is None or meta.finish_reason is None:
-            raise ServerError("the engine ended a generation without a finish reason")
+            raise WrongAnswerError("a generation ended without a finish reason")
         finish = meta.finish_reason
+        if finish.type != "abort":
+            self._check.check_end(meta)
         if not self._versions.certain and finish.type != "abort":
             raise ServerError("the engine's weights changed during a generation, and it does not say where")
         matched_stop = finish.matched

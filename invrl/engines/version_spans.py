@@ -12,8 +12,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from invrl.errors import ServerError
+from invrl.errors import WrongAnswerError
 from invrl.types import VersionSpan, WeightVersion
+
+_MOST_DIGITS = 18
+"""Of a version; such a number fits into 64 bits."""
 
 
 class EngineSpan(msgspec.Struct):
@@ -44,7 +47,7 @@ class VersionTracker:
         it, and its own is too new if the update came between the sampling and the passing on. A turn that
         broke off is never trained.
 
-        Raises ServerError if the engine's spans leave a token out, or if a version is no number.
+        Raises WrongAnswerError if the engine's spans leave a token out, or if a version is no number.
         """
         self._num_tokens += num_new_tokens
         if engine_spans:
@@ -85,15 +88,13 @@ def _exact_spans(engine_spans: Sequence[EngineSpan], num_tokens: int) -> tuple[V
         spans.append(VersionSpan(version=_version(span.version), start=covered, end=end))
         covered = end
     if covered != num_tokens:
-        raise ServerError(
-            f"the engine's version spans {list(engine_spans)} do not cover {num_tokens} sampled tokens"
+        raise WrongAnswerError(
+            f"the version spans {list(engine_spans)} do not cover {num_tokens} sampled tokens"
         )
     return tuple(spans)
 
 
 def _version(label: str) -> WeightVersion:
-    if not label.isdecimal():
-        raise ServerError(
-            f"the engine calls its weight version {label!r}, which is not a version number of ours"
-        )
+    if not label.isdecimal() or len(label) > _MOST_DIGITS:
+        raise WrongAnswerError(f"it calls its weight version {label[:40]!r}, which is no version of ours")
     return WeightVersion(int(label))

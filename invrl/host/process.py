@@ -76,17 +76,25 @@ def state_of(process: psutil.Process) -> str:
 
 
 class RestartLimit:
-    """How often something that died is started again: at most `most` times in any minute."""
+    """How often something that died is started again: at most `most` times in any `period_s` seconds."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(
+        self, most: int, *, period_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._times: deque[float] = deque(maxlen=most)
+        self._clock = clock
+        self._period_s = period_s
+
+    def is_reached(self) -> bool:
+        """Whether there were `most` restarts in the last period."""
+        if len(self._times) != self._times.maxlen:
+            return False
+        return not self._times or self._clock() - self._times[0] < self._period_s
 
     def allows(self) -> bool:
-        """Count one more restart. False if there were `most` restarts in the last minute already."""
-        now = time.monotonic()
-        is_full = len(self._times) == self._times.maxlen
-        allowed = not (is_full and now - self._times[0] < 60.0)
-        self._times.append(now)
+        """Count one more restart. False if the limit was reached before it."""
+        allowed = not self.is_reached()
+        self._times.append(self._clock())
         return allowed
 
 

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,24 +12,28 @@ from pathlib import Path
 from invrl.host import lifeline
 from invrl.host.environment_keys import RAY_TOKEN, hold_key
 from invrl.host.lifeline import NoteKind
+from invrl.host.temporary_folder import TemporaryFolder, short_folder
 
-_SHORT = "/tmp"
-"""Ray's sockets are below its folder, and a Unix socket's path has 107 bytes: TMPDIR may be too long."""
+_RAYS_OWN = "r"
+"""The folder that Ray is given, in one that only its owner may enter. Short, as its sockets are below it."""
 
 
 def prepare_ray() -> None:
     """To be called before anything imports Ray.
 
-    Ray listens on all interfaces whatever its settings are, so only processes that have a token made here may
-    join. Only Ray's own processes get it: engines and the gateway, which are started before, do not inherit
-    it, and neither does what user code in this process starts. Idle workers started ahead and Ray's own
-    metrics are off: they cost a laptop more than they save.
+    Its processes are on this machine alone and listen on loopback, where only those that have a token made
+    here may join. Only Ray's own processes get it: engines and the gateway, which are started before, do not
+    inherit it, and neither does what user code in this process starts. Idle workers started ahead and Ray's
+    own metrics are off: they cost a laptop more than they save.
     """
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
         return  # too late: whoever imported Ray has Ray's own token, in the home folder
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",
+        # The only setting that makes Ray's processes listen on loopback, on any system. (`_node_ip_address`
+        # turns 127.0.0.1 into another address of the machine, and they listen on all of them.)
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_prestart_worker_first_driver="0",
         RAY_enable_metrics_collection="0",
         # Ray would give its workers nice 15: on a busy machine trainer, buffer and rollout workers got 3.5 %
@@ -63,22 +66,24 @@ def ray_folder(logs: Path) -> Iterator[str]:
     """A new folder for the sockets and logs of a Ray of our own.
 
     By default Ray shares a folder with every other program of the machine, and looks there for the address of
-    a running cluster; the address of a dead one made a start hang. At the end the folder is removed, and its
-    logs go to `logs`. If this process is killed, the supervisor does that.
+    a running cluster; the address of a dead one made a start hang. Ray lets every user write into its folder,
+    so it is within another one, which is this user's alone. At the end the folder is removed, and its logs go
+    to `logs`. If this process is killed, the supervisor does that; if that is killed too, the next command
+    removes the folder (`remove_abandoned`).
     """
-    folder = tempfile.mkdtemp(prefix="invrl-ray-", dir=_SHORT if os.access(_SHORT, os.W_OK) else None)
-    lifeline.tell(NoteKind.FOLDER, folder)
-    try:
-        yield folder
-    finally:
-        remove_ray_folder(folder, logs)
+    with TemporaryFolder("ray", parent=short_folder()) as folder:
+        lifeline.tell(NoteKind.FOLDER, str(folder.path))
+        try:
+            yield str(folder.path / _RAYS_OWN)
+        finally:
+            remove_ray_folder(str(folder.path), logs)
 
 
 def remove_ray_folder(folder: str, logs: Path) -> None:
     """Remove the folder, but keep what Ray's processes and the workers, user code too, have printed."""
     with suppress(OSError):
         for pattern in ("*.out", "*.err"):
-            for log in Path(folder).glob(f"session_2*/logs/{pattern}"):
+            for log in Path(folder).glob(f"{_RAYS_OWN}/session_2*/logs/{pattern}"):
                 if log.stat().st_size:
                     (logs / Path(folder).name).mkdir(parents=True, exist_ok=True)
                     shutil.copy(log, logs / Path(folder).name / log.name)

@@ -2,9 +2,12 @@
 
 `/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of the run says of itself
 (the router, an engine), whose ports are chosen anew at each start. Invariants: it only reads, and answers
-nothing else; each question and each answer has a deadline; it ends with the driver."""
+nothing else; on a loopback address it answers only who asks for one, so that no web site whose name is made
+to point here can have a browser read it; each question and each answer has a deadline; it ends with the
+driver."""
 
 import io
+import ipaddress
 import logging
 import socket
 import threading
@@ -121,6 +124,7 @@ class MetricsServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         self._own = make_wsgi_app(registry)
+        self._is_private = _is_loopback(host)
         self._upstreams = upstreams
         self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
         server_class = _Server6 if ":" in host else _Server
@@ -136,6 +140,10 @@ class MetricsServer:
         self._thread.join(_STOP_TIMEOUT_S)
 
     def _answer(self, environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
+        asked_host = str(environ.get("HTTP_HOST", ""))
+        if self._is_private and asked_host and not _is_loopback(_without_port(asked_host)):
+            reason = "only 127.0.0.1, ::1 and localhost are served here"
+            return _refuse(start_response, HTTPStatus.MISDIRECTED_REQUEST, reason)
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _refuse(start_response, HTTPStatus.METHOD_NOT_ALLOWED, "GET only")
         if not self._free.acquire(blocking=False):
@@ -154,6 +162,24 @@ class MetricsServer:
             return _pass_on(name, urls[name], start_response)
         finally:
             self._free.release()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a name or an address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    """The name or the address in a Host header."""
+    name, colon, port = host.rpartition(":")
+    if colon and (port.isdecimal() or not port):
+        return name
+    return host
 
 
 def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[bytes]:

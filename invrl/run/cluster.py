@@ -91,9 +91,13 @@ class Serving:
     async def watch(self) -> None:
         """Runs until it is cancelled. Raises ServerError when no engine is left, when the router cannot be
         replaced, or when the gateway died too often in a short time."""
+        wrong_answers = self.gateway.wrong_answers
         while True:
             self.gateway.check_alive()
             self.fleet.check()
+            if self.gateway.wrong_answers > wrong_answers:
+                wrong_answers = self.gateway.wrong_answers
+                self.fleet.examine(self.gateway.newest_version)
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
 

@@ -13,6 +13,7 @@ import msgspec
 from invrl import __version__
 from invrl.engines import smg
 from invrl.host import interrupts
+from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.wait_lines import tell_waits
 from invrl.rollout.dispatcher import first_to_fail
@@ -40,6 +41,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         note(f"note: {sentence}")
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
+        stack.enter_context(incidents_shown(note))
         serving = await stack.enter_async_context(start_serving(config, folder))
         starting = PartsStarting()
         with tell_waits(starting.awaited):

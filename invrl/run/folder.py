@@ -1,6 +1,7 @@
 """Makes and checks the folder of a run.
 
-Invariant: a folder belongs to one configuration, and is refused to another."""
+Invariants: a folder belongs to one configuration, and is refused to another. A new folder is its owner's
+alone, so that conversations, keys and tokens below it are, whoever writes them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
 from invrl.run.config import UPSTREAM, Config, load_resolved
 from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
+
+_OWNER_ONLY = 0o700
 
 
 def check_run_folder(config: Config) -> None:
@@ -55,7 +58,8 @@ def _find_or_create(config: Config) -> RunFolder:
     # Two runs of one second get two folders.
     path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True, mode=_OWNER_ONLY)
         folder = RunFolder(path=path)
         _check_configuration(folder, config)
     except OSError as error:

@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack, closing
 
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
+from invrl.host.incidents import incidents_shown
+from invrl.host.printable import for_stdout
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.wait_lines import tell_waits
 from invrl.rollout.session_client import SessionClient
@@ -23,6 +25,7 @@ async def serve(config: Config, folder: RunFolder) -> None:
     remove_abandoned()
     keep_tokenizer(config, folder)
     async with AsyncExitStack() as stack:
+        stack.enter_context(incidents_shown(lambda line: print(for_stdout(line), flush=True)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(start_serving(with_long_answers(config), folder))
         print(

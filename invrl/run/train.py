@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
+from invrl.host.incidents import incidents_shown
 from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
 from invrl.observe.console_samples import sample_rollouts, show_samples
@@ -100,6 +101,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
     observer = RunObserver([*sinks, open_progress(config.run.progress, num_steps, rows)])
     awaited = AwaitedWork(observer, phase)
+    shown = ExitStack()
+    shown.enter_context(incidents_shown(observer.note))
     try:  # the display is to leave the terminal as it was, whatever happens
         _note_settings(config, folder, start, observer)
         if metrics.message:
@@ -117,6 +120,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
             run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics, traces)
             interrupts.run(run.run())
     finally:
+        shown.close()
         observer.close()
         metrics.close()
         picture = _draw_report(folder)
@@ -207,7 +211,9 @@ class _TrainingRun:
         if trainer is None:
             await cluster.serving.fleet.check_unchanged()
             return None
-        updater = create_weight_updater(self.config, trainer, cluster.serving.fleet)
+        updater = create_weight_updater(
+            self.config, trainer, cluster.serving.fleet, cluster.serving.gateway.announce_version
+        )
         self.awaited.questions["sync"] = updater.phase_text
         self.awaited.questions["starting"] = updater.phase_text
         sync = updater.update

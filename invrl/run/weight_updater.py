@@ -5,6 +5,7 @@ A lost engine leaves the fleet and is started again in the background. When it i
 the fleet holds, beside the updates that go on (`weights/newcomers.py`)."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -29,8 +30,10 @@ _CANARY_TEXTS = (
 _CANARY_TOKENS = 32
 
 
-def create_weight_updater(config: Config, sender: TrainHandle, fleet: Fleet) -> "WeightUpdater":
-    """With the run's deadlines, and a canary bound for its dtypes."""
+def create_weight_updater(
+    config: Config, sender: TrainHandle, fleet: Fleet, announce: Callable[[WeightVersion], object]
+) -> "WeightUpdater":
+    """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in `WeightUpdater`."""
     settings = config.weight_sync
     stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
@@ -47,15 +50,22 @@ def create_weight_updater(config: Config, sender: TrainHandle, fleet: Fleet) -> 
         is_rolling=settings.weight_update == "rolling",
         load=load,
     )
-    return WeightUpdater(transaction, fleet)
+    return WeightUpdater(transaction, fleet, announce)
 
 
 class WeightUpdater:
     """`update` runs once per version."""
 
-    def __init__(self, transaction: WeightTransaction, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        transaction: WeightTransaction,
+        fleet: Fleet,
+        announce: Callable[[WeightVersion], object] = lambda _: None,
+    ) -> None:
+        """`announce` is called with each version before an engine gets it."""
         self._transaction = transaction
         self._fleet = fleet
+        self._announce = announce
         self._verifying = asyncio.Lock()
         """Held while engines are verified: of two readers of one engine, one would resume it under the
         other."""
@@ -82,6 +92,7 @@ class WeightUpdater:
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
         the update loses get no more requests."""
+        self._announce(version)
         try:
             update = await self._transaction.run(version)
         except WeightSyncError as error:

@@ -6,6 +6,7 @@ next micro-batches while a GPU computes.
 Imported after `device.prepare()`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from invrl.interfaces import Objective
 from invrl.metrics import Metric, Sum
 from invrl.train import device
 from invrl.train.loss_work import LossWork
-from invrl.train.nonfinite_steps import nonfinite
+from invrl.train.nonfinite_steps import on_host
 from invrl.train.schedule import run_schedule
 from invrl.train.step_place import StepProgress
 
@@ -34,14 +35,19 @@ class LossPass:
     objective: Objective
     records_logprobs: bool
     progress: StepProgress | None = None
-    bad_losses: list[float] = field(default_factory=list, init=False)
-    """Losses on this rank that are not finite, once all are computed."""
+    losses: list[float] = field(default_factory=list, init=False)
+    """Of each micro-batch on this rank, once all are computed: their sum over ranks is what is minimized."""
     stopwatch: device.Stopwatch = field(default_factory=device.Stopwatch, init=False)
     """Runs while a loss is computed."""
     _losses: list[torch.Tensor] = field(default_factory=list, init=False)
     """A scalar for each micro-batch, on the device."""
     current: list[torch.Tensor] = field(default_factory=list, init=False)
     """The policy's log-probs [N] of each micro-batch, if they are recorded."""
+
+    @property
+    def bad_losses(self) -> list[float]:
+        """Those of the losses that are not finite."""
+        return [loss for loss in self.losses if not math.isfinite(loss)]
 
     def gradients(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
         """Adds the gradients of a mini-batch, summed over its micro-batches and reduced over ranks.
@@ -51,7 +57,7 @@ class LossPass:
         metrics = run_schedule(
             self.chunks, self._forward_step, work, forward_only=False, progress=self.progress
         )
-        self.bad_losses = nonfinite(self._losses)
+        self.losses = on_host(self._losses)
         return [dict(part) for part in metrics]
 
     def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:

@@ -12,12 +12,16 @@ from invrl.types import TrainBatch
 logger = logging.getLogger(__name__)
 
 
-def nonfinite(losses: Sequence[torch.Tensor]) -> list[float]:
-    """Those of the scalars that are NaN or infinite. Waits for the device, once for all of them."""
+def on_host(losses: Sequence[torch.Tensor]) -> list[float]:
+    """The scalars' values. Waits for the device, once for all of them."""
     if not losses:
         return []
-    values = torch.stack([loss.detach().double() for loss in losses]).tolist()
-    return [value for value in values if not math.isfinite(value)]
+    return torch.stack([loss.detach().double() for loss in losses]).tolist()
+
+
+def nonfinite(losses: Sequence[torch.Tensor]) -> list[float]:
+    """Those of the scalars that are NaN or infinite. Waits for the device, once for all of them."""
+    return [value for value in on_host(losses) if not math.isfinite(value)]
 
 
 class NonfiniteSteps:

@@ -219,7 +219,10 @@ class TrainStep:
                 optimizer_steps += 1
             else:
                 skipped_steps += 1
-            step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
+            step_metrics: dict[str, Metric] = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
+            if loss_pass.losses:
+                # The sum over replicas, the mean over optimizer steps.
+                step_metrics["minimized_loss"] = Mean(sum(loss_pass.losses), 1 / self.layout.data)
             step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])

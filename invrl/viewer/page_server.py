@@ -95,6 +95,7 @@ class PageServer:
     def __init__(self, runs: Sequence[ViewedRun], watch: RunWatch) -> None:
         self._runs = {run.id: run for run in runs}
         self._watch = watch
+        self._files = _page_files()
 
     def app(self, access: Access) -> ASGIApp:
         routes = [
@@ -185,11 +186,17 @@ class PageServer:
 
     async def _file(self, request: Request) -> Response:
         name = request.path_params["path"] or "index.html"
-        path = (PAGE_FOLDER / name).resolve()
-        media_type = _TYPES.get(path.suffix)
-        if media_type is None or not path.is_relative_to(PAGE_FOLDER.resolve()) or not path.is_file():
+        path = self._files.get(name)
+        if path is None:
             return _not_found(request.url.path)
-        return FileResponse(path, media_type=media_type)
+        return FileResponse(path, media_type=_TYPES[path.suffix])
+
+
+def _page_files() -> dict[str, Path]:
+    """The files of the page by their names in a URL. A name from outside is looked up here; it never becomes
+    a path."""
+    files = [path for path in PAGE_FOLDER.rglob("*") if path.suffix in _TYPES and path.is_file()]
+    return {path.relative_to(PAGE_FOLDER).as_posix(): path for path in files}
 
 
 class _NoSuchPage(Exception):

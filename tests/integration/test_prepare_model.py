@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
+from invrl.cli.commands import prepare_model
 from invrl.cli.commands.prepare_model import prepare
 from invrl.cli.gguf_header import read_architecture
 from invrl.cli.main import main
@@ -113,6 +114,21 @@ def test_model_folder_is_rewritten_once_in_the_requested_dtype(tiny: Path, tmp_p
     assert {file.stat().st_mode for file in out.iterdir()} == {opened.stat().st_mode}
     with pytest.raises(ConfigError, match="bfloat16"):
         prepare("--from-folder", str(tiny), out, dtype="float32")
+
+
+def test_of_two_commands_that_prepare_one_folder_the_slower_takes_what_is_there(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    rename = os.rename
+
+    def rename_after_the_other(made: Path, target: Path) -> None:
+        shutil.copytree(made, target)
+        rename(made, target)
+
+    monkeypatch.setattr(prepare_model.os, "rename", rename_after_the_other)
+    assert not prepare("--from-folder", str(tiny), out, dtype="bfloat16")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def write_gguf(path: Path, architecture: str) -> Path:

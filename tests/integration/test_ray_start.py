@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from slow_cases import first_quick
 
+from invrl.host.temporary_folder import remove_abandoned
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
 
@@ -56,6 +57,68 @@ def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(tmp_path: P
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() not in ("", address)
     assert not called
+
+
+WHAT_STRANGERS_SEE = """
+import ipaddress, os, stat, sys
+from pathlib import Path
+from invrl.host.ray_setup import prepare_ray
+
+prepare_ray()
+import psutil
+import ray
+from invrl.run.ray_session import start_ray
+from invrl.run.config import load_resolved
+from invrl.store.run_folder import RunFolder
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def pid(self):
+        return os.getpid()
+
+folder = RunFolder(path=Path(sys.argv[1]))
+with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
+    actor = Actor.remote()
+    ray.get(actor.pid.remote())
+    me = psutil.Process()
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in (me, *me.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 4, listening
+    for name, address in listening:
+        address = ipaddress.ip_address(address)
+        address = getattr(address, "ipv4_mapped", None) or address
+        assert address.is_loopback, (name, address)
+    own = Path(ray._private.worker._global_node.get_temp_dir_path()).parent
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700, own
+    assert (own / "r").is_dir()
+    print(own, flush=True)
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_other_users_and_machines_reach_nothing_of_a_local_ray(tmp_path: Path) -> None:
+    """And after kill -9 of the driver, without a supervisor, the next command removes its folder."""
+    tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
+    folder = make_run_folder(resolve(Source(name="test", tables=tables)))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", WHAT_STRANGERS_SEE, str(folder.path), "killed"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -9, done.stderr
+    left = Path(done.stdout.strip())
+    assert left.is_dir()
+    remove_abandoned()
+    assert not left.exists()
 
 
 STOPPED_ACTOR = """

@@ -382,6 +382,42 @@ def test_loss_that_is_not_finite_changes_no_state(
     assert all(np.array_equal(weight, after[name]) for name, weight in fresh.weights().items())
 
 
+def row_means(batch: TrainBatch) -> list[float]:
+    """Of the advantages of each row's trained tokens."""
+    means: list[float] = []
+    for sample, advantages_T in zip(batch.samples, batch.advantages, strict=True):
+        if sample.loss_mask_T.any():
+            means.append(float(advantages_T[sample.loss_mask_T].astype(np.float64).mean()))
+    return means
+
+
+def token_mean(batch: TrainBatch) -> float:
+    """Of the advantages of all trained tokens."""
+    pairs = zip(batch.samples, batch.advantages, strict=True)
+    trained = [advantages_T[sample.loss_mask_T] for sample, advantages_T in pairs]
+    return float(np.concatenate(trained).astype(np.float64).mean())
+
+
+@pytest.mark.parametrize("ranks", first_quick([2, 1]))
+def test_the_loss_that_is_minimized_is_reported_beside_its_token_mean(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
+    """The weights all but stay, so that ratios are 1 and a token's loss is its advantage, negated."""
+    train = settings(lr=1e-12)
+    for aggregation in ("sequence_mean", "token_mean"):
+        algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, "correction": "none"})
+        trainer = pool.build(model, ranks=ranks, train=train, algorithm=algorithm)
+        for batch in (BATCHES[0], one_rollout(BATCHES[0])):
+            numbers = resolve(trainer.train(batch))
+            minimized = np.mean(row_means(batch)) if aggregation == "sequence_mean" else token_mean(batch)
+            assert numbers["minimized_loss"] == pytest.approx(-minimized, rel=1e-5, abs=1e-7)
+            assert numbers["loss"] == pytest.approx(-token_mean(batch), rel=1e-5, abs=1e-7)
+    halves = mini_batches(BATCHES[2], 2)
+    numbers = resolve(trainer.train(BATCHES[2], steps=2))
+    mean_of_steps = np.mean([token_mean(half) for half in halves])
+    assert numbers["minimized_loss"] == pytest.approx(-mean_of_steps, rel=1e-5, abs=1e-7)
+
+
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
 def test_too_many_nonfinite_steps_in_a_row_end_the_run(pool: RankPool, model: Path, ranks: int) -> None:
     """A step between them that is finite starts the count again; mini-batches count one by one."""

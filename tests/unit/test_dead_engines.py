@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,8 @@ from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.errors import ConfigError, ServerError, WeightSyncError
+from invrl.host.incidents import incidents_shown
+from invrl.host.process import RestartLimit
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
@@ -108,13 +111,17 @@ class FakeRouter:
         self.pid = os.getpid()
         self.urls: set[str] = set()
         self.unreachable: set[str] = set()
+        self.is_away = False
         self.stopped = False
         self.made.append(self)
 
     def wait_ready(self) -> None: ...
 
+    def answers(self, deadline_s: float) -> bool:
+        return not self.is_away
+
     def register(self, url: str, *, api_key: str) -> None:
-        if url in self.unreachable:
+        if self.is_away or url in self.unreachable:
             raise ServerError(f"no route to {url}")
         self.urls.add(url)
 
@@ -728,3 +735,123 @@ async def test_unsuitable_external_engine_ends_the_start(
         await other.start()
     assert FakeServer.made[-1].stopped
     assert other.engines == {}
+
+
+async def test_an_engine_that_answers_wrongly_when_examined_leaves_and_comes_back(
+    fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    liar = fleet.engines["engine-1"]
+    newest_versions: list[int] = []
+
+    async def verdict(client: object, *, newest_version: WeightVersion, **_: object) -> str:
+        newest_versions.append(newest_version)
+        return "a log-prob of 5.0" if client is liar.client else ""
+
+    monkeypatch.setattr(fleet_module, "wrong_answer", verdict)
+    fleet.examine(WeightVersion(1))
+    fleet.examine(WeightVersion(1))  # one examination at a time
+    await eventually(lambda: fleet.engines.get("engine-1") not in (None, liar))
+    assert newest_versions == [1, 1, 1]
+    assert liar.server.stopped
+    assert {"engine-0", "engine-1", "engine-2"} == set(fleet.engines)
+
+
+async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) -> None:
+    announced: list[tuple[int, list[int]]] = []
+    transaction = WeightTransaction(
+        FakeReceiver.trainer,
+        fleet.receivers,
+        canary_prompts=[],
+        bound=CanaryBound(max_gap=0.1, mean_gap=0.1),
+    )
+    updater = WeightUpdater(
+        transaction,
+        fleet,
+        lambda version: announced.append((version, [receiver.version for receiver in FakeReceiver.made])),
+    )
+    for version in (4, 5):
+        await updater.update(WeightVersion(version))
+    assert announced == [(4, [0, 0, 0]), (5, [4, 4, 4])]
+
+
+async def test_an_engine_that_comes_back_while_the_router_is_away_waits_for_it(
+    fleet: Fleet, updater: WeightUpdater, deaths: Deaths
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    first = FakeRouter.made[0]
+    first.is_away = True  # and nobody has noticed yet
+    fleet.evict("engine-1", "it died")
+    await eventually(lambda: "engine-1" in fleet.engines)
+    back = fleet.engines["engine-1"]
+    await asyncio.sleep(0.2)
+    assert fleet.engines.get("engine-1") is back, "it waits"
+    deaths.future(first).set_result("its process has ended")
+    await eventually(lambda: FakeRouter.made[-1].urls == {e.server.url for e in fleet.engines.values()})
+    assert fleet.engines["engine-1"] is back
+    assert len(FakeServer.made) == 4
+    fleet.check()
+
+
+async def test_engines_outlive_a_router_that_dies_again_while_it_learns_of_them(
+    fleet: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.admit()
+    wait_ready = FakeRouter.wait_ready
+
+    def second_dies(self: FakeRouter) -> None:
+        wait_ready(self)
+        self.is_away = len(FakeRouter.made) == 2
+
+    monkeypatch.setattr(FakeRouter, "wait_ready", second_dies)
+    deaths.future(FakeRouter.made[0]).set_result("killed")
+    await eventually(lambda: len(FakeRouter.made) == 2)
+    deaths.future(FakeRouter.made[1]).set_result("killed again")
+    await eventually(lambda: len(FakeRouter.made[-1].urls) == 3)
+    assert set(fleet.engines) == {"engine-0", "engine-1", "engine-2"}
+    assert fleet.evicted == {}
+
+
+async def test_restarts_of_an_engine_are_counted_by_the_hour(
+    fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 2; a run of weeks forgets those of yesterday."""
+    now = [0.0]
+    monkeypatch.setattr(fleet_module, "RestartLimit", partial(RestartLimit, clock=lambda: now[0]))
+    await updater.update(WeightVersion(1))
+    for hour in range(3):
+        now[0] = 4000.0 * hour
+        for _ in range(2):
+            fleet.evict("engine-1", "it died")
+            await eventually(lambda: "engine-1" in fleet.engines)
+    assert fleet._restarts == {"engine-1": 6}
+    fleet.evict("engine-1", "it died")
+    await eventually(fleet._replacements["engine-1"].done)
+    assert "engine-1" not in fleet.engines
+
+
+async def test_each_incident_of_the_fleet_is_a_line_on_the_console(
+    fleet: Fleet, updater: WeightUpdater, deaths: Deaths
+) -> None:
+    await updater.update(WeightVersion(1))
+    await fleet.admit()
+    lines: list[str] = []
+    with incidents_shown(lines.append):
+        for _ in range(3):
+            fleet.evict("engine-1", "a process of it has ended\nlast lines of its log")
+            await eventually(fleet._replacements["engine-1"].done)
+        deaths.future(FakeRouter.made[0]).set_result("its process has ended")
+        await eventually(lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2)
+        await eventually(lambda: "back" in lines[-1])
+    left = "warning: engine-1 leaves the fleet: a process of it has ended (the log has more)"
+    assert lines == [
+        *(left, "warning: engine-1 is back") * 2,
+        left,
+        "warning: engine-1 stays away: it left more than 2 times in an hour",
+        "warning: the router is started again: its process has ended",
+        "warning: the router is back",
+    ]
+    fleet.evict("engine-0", "later")
+    assert len(lines) == 8, "nobody is shown anything after the block"

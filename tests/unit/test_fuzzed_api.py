@@ -110,7 +110,7 @@ async def test_generated_requests_are_answered_as_openapi_says(
             store.offer(GroupLease(group_id=f"g{number}", task=task, members=(member,)))
         [closed] = await gateway.open(purpose="serve")
         await gateway.finish(closed)
-        schema = (await gateway.http.get(gateway.url + "/openapi.json")).json()
+        schema = (await gateway.env("/openapi.json")).json()
         for path in schema["paths"].values():
             for operation in path.values():
                 own = [session.id for session in await gateway.open(members=4, purpose="serve")]

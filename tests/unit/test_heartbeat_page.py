@@ -15,6 +15,7 @@ from invrl.gateway.server.heartbeat_page import (
     beat_interval_s,
     worker_place,
 )
+from invrl.types import WeightVersion
 
 TIMEOUT_S = 30.0
 PLACES = [worker_place(0), worker_place(1)]
@@ -130,3 +131,20 @@ def test_processes_with_the_same_file_share_the_heartbeat_page(page: HeartbeatPa
 @pytest.mark.parametrize("timeout_s", [0.5, 8.0, 30.0, 3600.0])
 def test_beat_interval_is_a_fraction_of_the_timeout(timeout_s: float):
     assert 0 < beat_interval_s(timeout_s) <= timeout_s / 8
+
+
+def test_each_number_of_the_page_is_its_own(page: HeartbeatPage) -> None:
+    page.beat(worker_place(1))
+    page.count_hung(worker_place(0))
+    page.count_ended(worker_place(1))
+    page.count_ended(worker_place(1))
+    page.count_wrong_answer(worker_place(0))
+    page.count_wrong_answer(worker_place(1))
+    page.announce_version(WeightVersion(7))
+    places = (SUPERVISOR, worker_place(0), worker_place(1))
+    assert [page.beats(place) for place in places] == [0, 0, 1]
+    assert [page.hung(place) for place in places] == [0, 1, 0]
+    assert [page.ended(place) for place in places] == [0, 0, 2]
+    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (2, 7, False)
+    page.end_run()
+    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (2, 7, True)

@@ -35,9 +35,15 @@ def serving(
         server.stop()
 
 
-def get(server: MetricsServer, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
+def get(
+    server: MetricsServer,
+    path: str = "/metrics",
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """Status and text of an answer."""
-    request = urllib.request.Request(f"http://{LOOPBACK}:{server.port}{path}", method=method)
+    url = f"http://{LOOPBACK}:{server.port}{path}"
+    request = urllib.request.Request(url, method=method, headers=dict(headers or {}))
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=20) as answer:
@@ -287,3 +293,25 @@ def _scrape(server: MetricsServer) -> None:
         get(server)
     except OSError:
         return
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:81", "LOCALHOST", "[::1]:81", "127.9.9.9:81"])
+def test_who_asks_for_loopback_is_answered(host: str) -> None:
+    with serving() as server:
+        assert get(server, headers={"Host": host})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/router", "/"])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:81", "127.0.0.1.evil.example", "localhost.evil.example", "8.8.8.8", ":"],
+)
+def test_a_site_whose_name_points_here_is_refused(host: str, path: str) -> None:
+    with serving() as server:
+        status, text = get(server, path, headers={"Host": host})
+        assert (status, "invrl_" in text) == (421, False)
+
+
+def test_a_server_for_other_machines_is_asked_by_any_name() -> None:
+    with serving(host="0.0.0.0") as server:
+        assert get(server, headers={"Host": "node-7:81"})[0] == 200

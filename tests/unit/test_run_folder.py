@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -24,6 +26,18 @@ def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(tmp_path
     assert load_resolved(folder.config_path) == wanted
     for path in (folder.checkpoints_path, folder.report_path, folder.log_path("x").parent):
         assert path.is_dir()
+
+
+def test_a_new_folder_is_its_owner_s_alone_and_an_opened_one_stays_open(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = make_run_folder(config(tmp_path / "root", "r"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.path.chmod(0o755)  # a user shares it
+    make_run_folder(config(tmp_path / "root", "r"))
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o755
 
 
 def test_runs_of_the_same_second_get_different_folders(tmp_path: Path) -> None:

@@ -729,7 +729,7 @@ async def test_session_bodies_have_a_size_and_a_deadline(tmp_path: Path, model: 
 
 
 async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway: Running):
-    schema = (await gateway.http.get(gateway.url + "/openapi.json")).json()
+    schema = (await gateway.env("/openapi.json")).json()
     routes = {(verb, path) for path, verbs in schema["paths"].items() for verb in verbs if path != "/health"}
     one = "/sessions/{session_id}"
     assert routes == {
@@ -747,6 +747,12 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway:
         assert set(operation["responses"]) - {"202"} == {good, "4XX"}
         assert operation["responses"][good]["content"]["application/json"]["schema"]
         assert operation["security"]
+
+
+async def test_the_schema_needs_the_environment_key(gateway: Running):
+    [session] = await gateway.open()
+    assert (await gateway.http.get(gateway.url + "/openapi.json")).status_code == 401
+    assert (await gateway.env("/openapi.json", key=session.key)).status_code == 401
 
 
 async def test_session_api_replies_have_their_openapi_types(gateway: Running):

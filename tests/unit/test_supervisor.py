@@ -402,7 +402,7 @@ def test_second_run_of_a_folder_is_refused_while_the_first_lives(start: Start, t
 def test_temporary_folder_of_a_killed_driver_is_removed_and_its_logs_stay(
     start: Start, tmp_path: Path
 ) -> None:
-    logs = tmp_path / "ray" / "session_2026" / "logs"
+    logs = tmp_path / "ray" / "r" / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.out").write_text("printed by user code")
     (logs / "worker-2.out").touch()

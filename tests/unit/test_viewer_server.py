@@ -280,3 +280,51 @@ def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
     again = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "not empty" in again.stderr
+
+
+def test_no_path_or_question_is_an_error_of_the_server(served: Served) -> None:
+    """NUL, what no file system takes, what is no Unicode, and numbers that no database has."""
+    run = served.get("/api/runs")["runs"][0]["id"]
+    key = f"Bearer {served.key}"
+    odd = (
+        "%00",
+        "app.js%00",
+        "a%00.js",
+        "x" * 3000 + ".js",
+        "..%2f..%2fetc%2fpasswd",
+        "%ff%fe.js",
+        "%2f",
+        "a%0d%0ab.js",
+    )
+    pages = [
+        f"/api/runs/{run}",
+        f"/api/runs/{run}/rollouts",
+        f"/api/runs/{run}/turns",
+        f"/api/runs/{run}/replies",
+        "/api/runs",
+        "",
+    ]
+    paths = [f"{page}/{name}" for page in pages for name in odd]
+    paths += [f"/api/runs/{run}/turns/{name}/tokens" for name in odd]
+    questions = (
+        "page",
+        "size",
+        "step",
+        "sort",
+        "search",
+        "task",
+        "after",
+        "group",
+        "q",
+        "name",
+        "runs",
+        "full",
+    )
+    for page in ("rollouts", "groups", "tasks", "facets", "evaluations", "timeline", "engines"):
+        for name in questions:
+            for value in ("%00", "a%00b", "9" * 40, "-1", "nan", "1e999", "%ff", "%22"):
+                paths.append(f"/api/runs/{run}/{page}?{name}={value}")
+    paths += [f"/api/metrics?{name}=%00" for name in questions]
+    statuses = {path: served.ask(path, Authorization=key)[0] for path in paths}
+    assert [path for path, status in statuses.items() if status == 500] == []
+    assert 404 in statuses.values()

@@ -643,6 +643,30 @@ def test_canary_bound_follows_the_coarsest_dtype() -> None:
     assert CanaryBound.for_dtypes("float32", "bfloat16").mean_gap > fine.mean_gap
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_canary_bounds_single_tokens_and_their_mean(dtype: str) -> None:
+    """One token of a hundred that is far off moves the mean by little; a hundred that are off by less than a
+    single one may be are another model, too."""
+    bound = CanaryBound.for_dtypes(dtype)
+    one_wrong = np.zeros(100, np.float32)
+    one_wrong[7] = 1.5 * bound.max_gap
+    if dtype == "bfloat16":
+        assert np.abs(one_wrong).mean() < bound.mean_gap, "the mean alone would let it pass"
+    all_wrong = np.full(100, 1.5 * bound.mean_gap, np.float32)
+    for sign in (1, -1):
+        with pytest.raises(CanaryError, match="another model"):
+            bound.check("engine-0", sign * one_wrong, WeightVersion(1))
+        with pytest.raises(CanaryError, match="another model"):
+            bound.check("engine-0", sign * all_wrong, WeightVersion(1))
+    for value in (np.nan, np.inf):
+        with pytest.raises(CanaryError):
+            bound.check("engine-0", np.array([0.0, value], np.float32), WeightVersion(1))
+    within = np.full(100, 0.5 * bound.mean_gap, np.float32)
+    within[3] = 0.9 * bound.max_gap
+    if dtype == "bfloat16":
+        assert bound.check("engine-0", within, WeightVersion(1))[0] == pytest.approx(0.9 * bound.max_gap)
+
+
 # ------------------------------------------------------------------ engines that sleep before an update
 
 

@@ -124,8 +124,12 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
             check_model_folder(model_folder, families=FAMILIES)
             (model_folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             _make_readable(model_folder)
-            if not out.exists():  # another process may have been faster
+            try:
                 os.rename(model_folder, out)
+            except OSError:
+                if not (out.exists() and _is_ready(out, record)):
+                    raise
+                return False  # another process was faster
     except OSError as error:
         raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
     return True

@@ -120,7 +120,7 @@ def make_app(
         await peers.close()
         reader.close()
 
-    app = _GatewayApp(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _GatewayApp(title="invrl gateway", lifespan=lifespan, openapi_url=None)
     app.get("/health")(_health)
     agent_routes = AgentRoutes(registry, turns, settings, traces)
     app.sampling_endpoints.update(agent_routes.sampling_endpoints())

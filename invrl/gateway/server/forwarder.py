@@ -4,7 +4,8 @@ An ASGI layer around the application of each worker when there are several: any 
 Invariants: the body of a request is read only if its key was made by this gateway (whether the key opens a
 session is for the owner to say); an answer is passed on as it arrives; if the client disconnects, the request
 to the owner ends too; if the owner dies before it begins to answer, the request goes to its successor, for
-which it is a retry like one of the client's; if the owner dies during the answer, the answer breaks off."""
+which it is a retry like one of the client's; if the owner dies during the answer, the answer breaks off; a
+request goes to the owner's address, whatever its line holds."""
 
 import asyncio
 import hmac
@@ -121,10 +122,7 @@ class Forwarder:
     async def _forward(self, client: ClientConnection, scope: Scope, owner: int, body: bytes) -> bool:
         """True if the client received the whole answer. SessionError 503 if neither the owner nor a successor
         answers."""
-        path = scope["raw_path"].decode("latin-1")
-        if scope["query_string"]:
-            path += "?" + scope["query_string"].decode("latin-1")
-        url = URL(self._peers.place.urls[owner] + path, encoded=True)
+        url = _url_at(URL(self._peers.place.urls[owner]), scope)
         headers = {name: text for name, text in client.headers.items() if name not in _CONNECTION_HEADERS}
         headers["content-length"] = str(len(body))
         loop = asyncio.get_running_loop()
@@ -158,6 +156,23 @@ class Forwarder:
             async for piece in answer.content.iter_any():
                 await client.write(piece)
         return await client.end(b"")
+
+
+def _url_at(worker: URL, scope: Scope) -> URL:
+    """The URL of a request at another worker: the worker's address with the client's path and query, byte for
+    byte. SessionError 400 for a path that could become a part of the address."""
+    path = scope["raw_path"].decode("latin-1")
+    url = URL.build(
+        scheme=worker.scheme,
+        host=worker.host or "",
+        port=worker.port,
+        path=path,
+        query_string=scope["query_string"].decode("latin-1"),
+        encoded=True,
+    )
+    if not path.startswith("/") or url.origin() != worker.origin():
+        raise SessionError("the request's path does not begin with /", status=400, code="invalid_request")
+    return url
 
 
 def _names_in_path(path: str) -> tuple[str, str]:

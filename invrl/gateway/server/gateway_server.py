@@ -8,7 +8,6 @@ supervisor is dead wait for its successor. Importing this module loads no tokeni
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -22,11 +21,12 @@ from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, Silen
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.direct_connections import open_directly
 from invrl.host.fork_parent import ForkParent
+from invrl.host.incidents import incidents
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
 from invrl.host.process import PYTHON_MODULE, RestartLimit, ServerProcess
+from invrl.types import WeightVersion
 
-_log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 5
 _BACKLOG = 4096
 _ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -54,7 +54,9 @@ class GatewayServer:
         self._heartbeats = HeartbeatPage(self._heartbeat_file, workers=workers)
         self._watch = SilenceWatch(self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s)
         self._hung_workers_reported = [0] * workers
-        """By worker: how many of its hangs have been logged."""
+        """By worker: how many of its hangs have been told."""
+        self._ended_workers_reported = [0] * workers
+        """By worker: how many of its ends have been told."""
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
         """Monotonic seconds: until then environments are told that the run has ended. 0 before `end_run`."""
@@ -77,15 +79,30 @@ class GatewayServer:
         """Restarts the supervisor if it has died. Kills it if it hangs; the next call restarts it. To be
         called from the thread that created this object: the process dies with that thread. ServerError if the
         supervisor has died too often."""
-        self._report_hung_workers()
+        self._report_workers()
         if self.process.alive():
             if self._watch.silent():
                 self._kill_hung_supervisor()
             return
         if not self._restarts.allows():
             self.process.check_alive()
-        _log.warning("the gateway died and is started again, see %s", self._log_file)
+        incidents.warning("the gateway died and is started again, see %s", self._log_file)
         self.process = self._start()
+
+    def announce_version(self, version: WeightVersion) -> None:
+        """To be called before an engine gets this version of the weights: until then, its tokens are refused
+        as sampled by weights that do not exist."""
+        self._heartbeats.announce_version(version)
+
+    @property
+    def newest_version(self) -> WeightVersion:
+        """What was announced last."""
+        return self._heartbeats.newest_version()
+
+    @property
+    def wrong_answers(self) -> int:
+        """How many answers of engines could not be true, so that they were refused."""
+        return self._heartbeats.wrong_answers()
 
     def end_run(self) -> None:
         """From now on the gateway answers that the run has ended: to an environment that asks for a task, and
@@ -107,7 +124,7 @@ class GatewayServer:
 
     def _kill_hung_supervisor(self) -> None:
         """The workers die with it."""
-        _log.warning(
+        incidents.warning(
             "the gateway's supervisor (process %d) showed no sign of life for %g s "
             "(run.heartbeat_timeout_s): it is killed",
             self.process.pid,
@@ -117,17 +134,24 @@ class GatewayServer:
             os.kill(self.process.pid, signal.SIGKILL)
         self._watch.start_over(SUPERVISOR)  # kill it once; the kernel reports when it is gone
 
-    def _report_hung_workers(self) -> None:
-        for number, reported in enumerate(self._hung_workers_reported):
+    def _report_workers(self) -> None:
+        """One line for each that hung or ended."""
+        for number in range(self._settings.gateway_workers):
             hung = self._heartbeats.hung(worker_place(number))
-            if hung > reported:
+            if hung > self._hung_workers_reported[number]:
                 self._hung_workers_reported[number] = hung
-                _log.warning(
+                incidents.warning(
                     "worker %d of the gateway showed no sign of life for %g s (run.heartbeat_timeout_s) "
                     "and was replaced, see %s",
                     number,
                     self._settings.heartbeat_timeout_s,
                     self._log_file,
+                )
+            ended = self._heartbeats.ended(worker_place(number))
+            if ended > self._ended_workers_reported[number]:
+                self._ended_workers_reported[number] = ended
+                incidents.warning(
+                    "worker %d of the gateway ended and was replaced, see %s", number, self._log_file
                 )
 
     def _start(self) -> ServerProcess:

@@ -24,6 +24,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.log_lines import write_log_lines
 from invrl.host.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
+from invrl.types import WeightVersion
 
 
 def serve(
@@ -35,16 +36,19 @@ def serve(
     *,
     beat: Callable[[], None],
     run_ended: Callable[[], bool],
+    newest_version: Callable[[], WeightVersion],
+    on_wrong_answer: Callable[[], object],
 ) -> None:
     """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
     `beat` is called regularly as long as the event loop runs. `run_ended`: whether environments that the run
-    did not start are to be told that it has ended."""
+    did not start are to be told that it has ended. `newest_version` and `on_wrong_answer`: as in
+    `SglangClient`."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would discard a signal that arrived while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
     store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
-    fleet = _fleet_client(settings)
+    fleet = _fleet_client(settings, newest_version, on_wrong_answer)
     traces = open_traces(settings.otel_endpoint, service="invrl-gateway", run=settings.run_id)
 
     async def beat_forever() -> None:
@@ -98,7 +102,11 @@ def serve(
         traces.close()
 
 
-def _fleet_client(settings: GatewaySettings) -> SglangClient:
+def _fleet_client(
+    settings: GatewaySettings,
+    newest_version: Callable[[], WeightVersion],
+    on_wrong_answer: Callable[[], object],
+) -> SglangClient:
     api_key = ""
     if settings.router_api_key is not None:
         api_key = settings.router_api_key.get_secret_value()
@@ -110,4 +118,6 @@ def _fleet_client(settings: GatewaySettings) -> SglangClient:
         name="the fleet",
         generate_deadline_s=settings.generate_timeout_s,
         experts=experts,
+        newest_version=newest_version,
+        on_wrong_answer=on_wrong_answer,
     )

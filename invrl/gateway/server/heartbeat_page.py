@@ -3,7 +3,8 @@
 The supervisor and the event loop of each worker count up a number of their own. The supervisor checks the
 workers' numbers; the process that started the gateway checks the supervisor's. A process whose number has not
 changed for `heartbeat_timeout_s` is stopped or hangs: it is killed and replaced like one that died. The page
-also tells the workers that the run has ended.
+also tells the workers that the run has ended, and which version of the weights is the newest; the workers
+count in it how often an engine has answered wrongly.
 Invariant: a suspended machine or a stopped watcher makes no process count as silent: of the time between two
 checks, at most a quarter of the timeout counts."""
 
@@ -11,6 +12,8 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+
+from invrl.types import WeightVersion
 
 SUPERVISOR = 0
 """The supervisor's place in the page; worker n has place n + 1."""
@@ -29,9 +32,11 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPage:
-    """An array of uint64. The supervisor and each of `workers` workers have two words: the number of their
-    heartbeats, and how often the process was killed because they stopped. The last word is not 0 once the
-    run has ended. `file`: the open file that `create` returned, which child processes inherit."""
+    """An array of uint64. The supervisor and each of `workers` workers have four words: the number of their
+    heartbeats, how often the process was killed because they stopped, how many wrong answers of engines it
+    has got, and how often it has ended by itself. Then comes the newest version of the weights. The last word
+    is not 0 once the run has ended. `file`: the open file that `create` returned, which child processes
+    inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -50,6 +55,27 @@ class HeartbeatPage:
 
     def run_has_ended(self) -> bool:
         return self._words[-1] != 0
+
+    def announce_version(self, version: WeightVersion) -> None:
+        """From now on an engine may hold this version. 0 until the first call: the model folder's weights."""
+        self._words[-2] = version
+
+    def newest_version(self) -> WeightVersion:
+        return WeightVersion(self._words[-2])
+
+    def count_wrong_answer(self, place: int) -> None:
+        self._words[2 * self._places + place] += 1
+
+    def wrong_answers(self) -> int:
+        """Of engines to all workers, since the page was made."""
+        return sum(self._words[2 * self._places : 3 * self._places])
+
+    def count_ended(self, place: int) -> None:
+        self._words[3 * self._places + place] += 1
+
+    def ended(self, place: int) -> int:
+        """How often a process in this place has ended without being killed for its silence."""
+        return self._words[3 * self._places + place]
 
     def beat(self, place: int) -> None:
         self._words[place] += 1
@@ -71,7 +97,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (2 * (workers + 1) + 1)
+    return _WORD_BYTES * (4 * (workers + 1) + 2)
 
 
 class SilenceWatch:

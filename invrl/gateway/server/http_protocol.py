@@ -6,7 +6,8 @@ A client that still sends its body after it was answered (413, 408) is given som
 then the connection is closed.
 Invariants: a connection is closed if it does not send a whole head within `head_timeout_s`, if its head grows
 without end, or if it sends data without end that is neither head nor body (trailers, the length of a chunk).
-It is aborted if the client does not read its answer; the handler then sees a disconnected client."""
+It is aborted if the client does not read its answer; the handler then sees a disconnected client. The path of
+a request begins with "/": its line names a path, or a whole URL whose path alone is used."""
 
 import asyncio
 from typing import Any
@@ -22,6 +23,8 @@ _LEAST_BYTES_PER_S = 1000.0
 """A client that reads more slowly than this counts as one that does not read."""
 _HEAD_TOO_LARGE = "431 Request Header Fields Too Large"
 _HEAD_TOO_SLOW = "408 Request Timeout"
+_TARGET_BEGINNINGS = (b"/", b"http://", b"https://")
+"""How the target in a request line may begin (RFC 9112, 3.2.1 and 3.2.2)."""
 
 
 class _CoalescingTransport:
@@ -122,6 +125,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        """An exception here is answered with 400, as every line that the parser refuses."""
+        if not self.url.lower().startswith(_TARGET_BEGINNINGS):
+            raise ValueError("the target of the request line is neither a path nor a URL")
         self._in_head = False
         self._parser_advanced = True
         if self._head_timer is not None:

@@ -33,8 +33,8 @@ _LEASE_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
-    """`/tasks/lease`, `/sessions…` and `/metrics`. Each public method but the two routers and `authorize` is
-    the handler of a route."""
+    """`/tasks/lease`, `/sessions…`, `/metrics` and `/openapi.json`. Each public method but the two routers
+    and `authorize` is the handler of a route."""
 
     env_key: str
     """The environment key opens sessions and acts on every session; a session's own key acts on that one."""
@@ -59,6 +59,7 @@ class SessionRoutes:
         api.post(session_path + "/heartbeat")(self.hear_of_session)
         api.get(session_path, response_model_exclude_unset=True)(self.show_session)
         api.get("/metrics")(self.show_metrics)
+        api.get("/openapi.json", include_in_schema=False)(self.show_schema)
         return api
 
     def numbers_router(self, route_class: type[APIRoute]) -> APIRouter:
@@ -179,6 +180,11 @@ class SessionRoutes:
         self._check_environment(request)
         own_only = request.query_params.get("worker") == "own"
         return dict(await self.metrics.collect(all_workers=not own_only))
+
+    async def show_schema(self, request: Request) -> dict[str, Any]:
+        """All routes with their types, as OpenAPI describes them."""
+        self._check_environment(request)
+        return request.app.openapi()
 
     def authorize(self, request: Request) -> None:
         """Checks the key before the body is read. SessionError 401 unless the request carries a key for its

@@ -102,6 +102,8 @@ class _Workers:
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE * count)
         self._numbers_by_pid: dict[int, int] = {}
         """The number of each running worker."""
+        self._killed: set[int] = set()
+        """Workers that hung and have not been reaped yet."""
         self._numbers_by_place = {worker_place(number): number for number in range(count)}
         self._watch = SilenceWatch(
             heartbeats, list(self._numbers_by_place), timeout_s=settings.heartbeat_timeout_s
@@ -135,6 +137,8 @@ class _Workers:
             [self._listener, *self._own_sockets[number : number + 1]],
             beat=partial(self._heartbeats.beat, worker_place(number)),
             run_ended=self._heartbeats.run_has_ended,
+            newest_version=self._heartbeats.newest_version,
+            on_wrong_answer=partial(self._heartbeats.count_wrong_answer, worker_place(number)),
         )
         pid = _fork(work)
         self._numbers_by_pid[pid] = number
@@ -146,6 +150,10 @@ class _Workers:
             if pid == 0:
                 return
             number = self._numbers_by_pid.pop(pid)
+            if pid in self._killed:
+                self._killed.remove(pid)
+            else:
+                self._heartbeats.count_ended(worker_place(number))
             _log.warning("worker %d ended (wait status %d)", number, status)
 
     def kill_hung(self) -> None:
@@ -163,6 +171,7 @@ class _Workers:
             )
             self._heartbeats.count_hung(worker_place(number))
             self._watch.start_over(worker_place(number))  # kill it once; the kernel reports when it is gone
+            self._killed.add(pid)
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:

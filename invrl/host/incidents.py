@@ -1,0 +1,36 @@
+"""Incidents: what has gone wrong in a run's own processes, as lines for the person at the console.
+
+The run goes on, so nothing else would say it there. An incident is a record of the logger `incidents`, and so
+stands in the log of its process, too.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from invrl.host.masked_keys import without_keys
+
+incidents = logging.getLogger("invrl.incidents")
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], object]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line: the log has the others."""
+        first_line, _, rest = record.getMessage().partition("\n")
+        more = " (the log has more)" if rest else ""
+        self._show(without_keys(f"warning: {first_line}{more}"))
+
+
+@contextmanager
+def incidents_shown(show: Callable[[str], object]) -> Iterator[None]:
+    """Within the block `show` gets a line for each incident of this process."""
+    handler = _Shown(show)
+    incidents.addHandler(handler)
+    try:
+        yield
+    finally:
+        incidents.removeHandler(handler)
