@@ -7,8 +7,6 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 from test_gateway_workers import Workers
 from test_gateway_workers import workers as workers
 from yarl import URL

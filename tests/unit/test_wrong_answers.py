@@ -11,8 +11,6 @@ import openai
 import pytest
 from fakes import FakeEngine, random_reply
 from test_gateway_turns import ASK, ENV_KEY, running
-from test_gateway_turns import model as model
-from test_gateway_turns import renderer as renderer
 
 from invrl.engines.engine_health import wrong_answer
 from invrl.engines.sglang_client import EngineLimits, GenerateEnd, GenerateRequest, SglangClient
