@@ -32,6 +32,7 @@ from invrl.errors import DeadlineError, FilteredOutError, RunStoreError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
+from invrl.host.lived_time import LivedTime
 from invrl.host.log_lines import LogSettings
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
 """How long `unwanted` waits for a group: less than the deadline of a call."""
 _SUSPECTS_EVERY_S = 1.0
+_LOOK_INTERVAL_S = 5.0
+"""Between two looks at the time that a wait has lasted."""
 """The pause between two queries of what the suspects of staleness have sampled."""
 
 
@@ -163,7 +166,8 @@ class BufferActor:
         a row have failed in the same way; FilteredOutError once the group filter has dropped as many groups
         in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon as the task
         source cannot fill a batch any more."""
-        start = time.monotonic()
+        lived_time = LivedTime()
+        start = lived_time.now()
         async with self._changed:
             while True:
                 self._check_poller()
@@ -175,10 +179,10 @@ class BufferActor:
                 filtered_out = self._buffer.filtered_out
                 if filtered_out:
                     raise FilteredOutError(filtered_out)
-                waited_s = time.monotonic() - start
+                waited_s = lived_time.now() - start
                 if waited_s >= timeout_s or not self._buffer.can_fill:
                     raise DeadlineError(f"a batch of {self._buffer}", waited_s)
-                await self._wait_for_change(timeout_s - waited_s)
+                await self._wait_for_change(min(timeout_s - waited_s, _LOOK_INTERVAL_S))
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         """Until the buffer has changed, for at most `timeout_s`. The caller holds `_changed`."""

@@ -96,7 +96,7 @@ class _Phases:
         with observed_phase(self.observer, name, self.step) as parts, timed(self.seconds, name):
             began = time.time()
             yield parts
-        self.times[name] = (began, time.time())
+        self.times[name] = (began, began + self.seconds[name])
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:

@@ -22,6 +22,7 @@ from invrl.store.rows import (
     SESSION_COLUMNS,
     TOP_COLUMNS,
     TURN_COLUMNS,
+    RewardDeadline,
     StoredSession,
     experts_from_row,
     outcome_from_json,
@@ -63,6 +64,11 @@ _OPEN_SESSIONS = f"""
 _ENDED_SESSIONS = f"""
     SELECT {SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id = '' ORDER BY rowid
 """
+_SESSION_TIMES = """
+    SELECT opened, session_times.reward_deadline, sessions.reward_deadline
+    FROM session_times JOIN sessions ON sessions.id = session_id
+    WHERE session_id = ?
+"""
 _FAMILY = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -72,9 +78,13 @@ _FAMILY = """
     )
     SELECT id FROM sessions WHERE id IN family ORDER BY rowid
 """
-_TOOLS_OF_SESSION = """
+_RECORDED_TURNS = f"""
+    SELECT {TURN_COLUMNS}, messages, tools FROM turns
+    WHERE session_id IN (SELECT value FROM json_each(?)) ORDER BY seq
+"""
+_TOOLS = """
     SELECT digest, tools FROM tool_lists
-    WHERE digest IN (SELECT tools FROM turns WHERE session_id = ?)
+    WHERE digest IN (SELECT tools FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
 _ROUTED_EXPERTS = f"""
     SELECT {EXPERTS_COLUMNS} FROM routed_experts
@@ -214,13 +224,13 @@ class RunStore:
             sampled_tokens=sum(row[4] for row in rows) // np.dtype(np.int32).itemsize,
         )
 
-    def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
-        """The turns of a session, each with the messages and tools that `RunStoreWriter.add_turn` was given
-        with it."""
-        sql = f"SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
+    def recorded_turns(self, *session_ids: str) -> list[tuple[Turn, bytes, bytes]]:
+        """The turns of these sessions in the order of their commits, each with the messages and tools that
+        `RunStoreWriter.add_turn` was given with it."""
+        names = json.dumps(session_ids)
         # The turns are read first: the tools of a turn are committed with it, so none can be missing then.
-        rows = self._db.execute(sql, (session_id,)).fetchall()
-        tools_by_digest = dict(self._db.execute(_TOOLS_OF_SESSION, (session_id,)))
+        rows = self._db.execute(_RECORDED_TURNS, (names,)).fetchall()
+        tools_by_digest = dict(self._db.execute(_TOOLS, (names,)))
         return [
             (turn_from_row(turn_row), messages, tools_by_digest[digest])
             for *turn_row, messages, digest in rows
@@ -318,7 +328,15 @@ class RunStore:
         """Sessions that are not over and whose id begins with `prefix`, and all that descend from them, in
         the order of their opening."""
         rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
-        return [self._session(row) for row in rows]
+        sessions = [self._session(row) for row in rows]
+        for session in sessions:
+            times = self._db.execute(_SESSION_TIMES, (session.session.id,)).fetchone()
+            if times is None:
+                continue
+            session.lived_at_opening, lived_s, unix_s = times
+            if lived_s is not None:
+                session.reward_deadline = RewardDeadline(lived_s=lived_s, unix_s=unix_s)
+        return sessions
 
     def open_sessions(self, group_id: str) -> list[Session]:
         """Training sessions of a group that are not over, without their keys and without child sessions."""
@@ -359,7 +377,7 @@ class RunStore:
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
         offered, leased = self._db.execute(count_leases).fetchone()
         sessions = tuple(
-            SilentSession(session_id=session_id, silent_s=now - last_sign)
+            SilentSession(session_id=session_id, silent_s=max(now - last_sign, 0.0))
             for session_id, last_sign in self._db.execute(_SILENT_SESSIONS, (group_id,))
         )
         return WaitsOutside(offered=offered, leased=leased, sessions=sessions)

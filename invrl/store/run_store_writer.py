@@ -29,6 +29,7 @@ from invrl.store.rows import (
     OPENED_COLUMNS,
     TOP_COLUMNS,
     TURN_COLUMNS,
+    RewardDeadline,
     StoredSession,
     experts_values,
     opened_values,
@@ -104,6 +105,8 @@ class RunStoreWriter:
             marks = ",".join("?" * len(opened))
             insert = f"INSERT INTO sessions ({OPENED_COLUMNS}, key_hash) VALUES ({marks}, {key_hash})"
             statements.append((insert, (*opened, record.key_hash, *claim)))
+            add_times = "INSERT INTO session_times (session_id, opened) VALUES (?,?)"
+            statements.append((add_times, (session.id, record.lived_at_opening)))
             if leased:
                 statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)
@@ -175,10 +178,13 @@ class RunStoreWriter:
                 statements.append((add_numbers, (turn_id, name, content)))
         return self._submit(statements)
 
-    def await_reward(self, session_id: str, deadline: float) -> Future[None]:
-        """The session has finished, and its reward is to come before `deadline`, in Unix seconds."""
+    def await_reward(self, session_id: str, deadline: RewardDeadline) -> Future[None]:
+        """The session has finished, and its reward is to come before `deadline`."""
         sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
-        return self._submit([(sql, (deadline, session_id))])
+        set_time = "UPDATE session_times SET reward_deadline=? WHERE session_id=?"
+        return self._submit(
+            [(sql, (deadline.unix_s, session_id)), (set_time, (deadline.lived_s, session_id))]
+        )
 
     def close_session(
         self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
@@ -186,7 +192,8 @@ class RunStoreWriter:
         """Stores the session's final state, and with `hand_over` its outbox row, in one transaction."""
         body = _encode(outcome)
         sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
-        statements: list[_Statement] = [(sql, (state, body, session_id))]
+        forget_times = "DELETE FROM session_times WHERE session_id=?"
+        statements: list[_Statement] = [(sql, (state, body, session_id)), (forget_times, (session_id,))]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)
             sql = "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)"
@@ -289,3 +296,4 @@ def abandon_open_sessions(path: Path) -> None:
     with contextlib.closing(connect(path)) as db:
         db.execute("UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')")
         db.execute("DELETE FROM leases")
+        db.execute("DELETE FROM session_times")

@@ -3,7 +3,7 @@
 The supervisor and the event loop of each worker count up a number of their own. The supervisor checks the
 workers' numbers; the process that started the gateway checks the supervisor's. A process whose number has not
 changed for `heartbeat_timeout_s` is stopped or hangs: it is killed and replaced like one that died. The page
-also tells the workers that the run has ended.
+also tells the workers that the run has ended, and keeps the time that each worker's place has lived through.
 Invariant: a suspended machine or a stopped watcher makes no process count as silent: of the time between two
 checks, at most a quarter of the timeout counts."""
 
@@ -30,8 +30,9 @@ def beat_interval_s(timeout_s: float) -> float:
 
 class HeartbeatPage:
     """An array of uint64. The supervisor and each of `workers` workers have two words: the number of their
-    heartbeats, and how often the process was killed because they stopped. The last word is not 0 once the
-    run has ended. `file`: the open file that `create` returned, which child processes inherit."""
+    heartbeats, and how often the process was killed because they stopped. After these, each worker has a word
+    for the time that it has lived through (`LivedTime`). The last word is not 0 once the run has ended.
+    `file`: the open file that `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -50,6 +51,11 @@ class HeartbeatPage:
 
     def run_has_ended(self) -> bool:
         return self._words[-1] != 0
+
+    def lived_word(self, number: int) -> memoryview:
+        """Where worker `number`, and those that replace it, count the time that they have lived through."""
+        position = 2 * self._places + number
+        return self._words[position : position + 1]
 
     def beat(self, place: int) -> None:
         self._words[place] += 1
@@ -71,7 +77,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (2 * (workers + 1) + 1)
+    return _WORD_BYTES * (2 * (workers + 1) + workers + 1)
 
 
 class SilenceWatch:
