@@ -198,13 +198,12 @@ class BufferActor:
             lost = await asyncio.to_thread(self._tokens.without_tokens, summaries)
             for group in unchecked:
                 self._checked.add(group.id)
-                session_ids = {rollout.session_id for rollout in group.rollouts_G}
-                lost_of_group = sorted(lost & session_ids)
-                if not lost_of_group:
+                faults = [
+                    lost[rollout.session_id] for rollout in group.rollouts_G if rollout.session_id in lost
+                ]
+                if not faults:
                     continue
-                _log.warning(
-                    "group %s is dropped: the store has no turns of %s", group.id, ", ".join(lost_of_group)
-                )
+                _log.warning("group %s is dropped: in the run's store %s", group.id, "; ".join(faults))
                 self._buffer.drop_lost(group.id)
 
     async def trained(self, batch_id: int) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from invrl.routed_experts import RoutedExperts
+from invrl.store.row_checksums import checksum_of
 from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
@@ -97,7 +98,14 @@ def turn_values(turn: Turn) -> tuple[object, ...]:
     for name, dtype in _TURN_ARRAYS.items():
         values[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
     values["spans"] = msgspec.json.encode(turn.spans)
+    values["constrained"] = int(turn.constrained)
     return tuple(values.values())
+
+
+def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> bytes:
+    """Of all of a turn but its mark of delivery, which changes. `row`: the values of `TURN_COLUMNS`."""
+    fixed = [value for name, value in zip(_TURN_FIELDS, row, strict=True) if name != "delivered"]
+    return checksum_of(*fixed, messages, tools_digest)
 
 
 def turn_from_row(row: Sequence[Any]) -> Turn:

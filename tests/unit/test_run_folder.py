@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, load_resolved, resolve
+from invrl.run.config import Config, Source, resolve
 from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
+from invrl.run.resolved_config import load_resolved
 
 
 def config(root: Path, name: str = "", **train: Any) -> Config:

@@ -13,6 +13,7 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
 from invrl.run.driver_commands import USAGE_EXIT
 from invrl.run.folder import hold_run_folder
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 
@@ -44,6 +45,7 @@ def resume(arguments: Sequence[str]) -> None:
     differ (--num-steps, --save-interval, --max-restarts, --progress); any other change of the
     configuration is refused."""
     folder = read_run_folder(arguments)
+    load_resolved(folder.config_path)  # refuses a file that was changed
     place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
     train(["--config", str(folder.config_path), *place, *arguments[1:]])
 
