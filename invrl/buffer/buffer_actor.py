@@ -133,6 +133,11 @@ class BufferActor:
         await self._write_ledger(to_disk=True)
         return msgspec.json.encode(snapshot)
 
+    async def final_snapshot(self, trained: WeightVersion) -> bytes:
+        """The snapshot for the checkpoint of a run that ends early, wherever its loop was."""
+        self._buffer.settle(trained)
+        return await self.snapshot(trained)
+
     async def lease(self) -> GroupLease | None:
         self._check_poller()
         lease = self._buffer.lease()
