@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,17 +18,20 @@ from fakes import random_reply
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from stepped_clock import SteppedClock
 from test_bad_requests import CHUNKED, Upload
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags
+from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import Opened, OpenedSession, Rewarded, SessionView
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
+from invrl.host.lived_time import LivedTime
 from invrl.reasons import FailureReason
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
@@ -307,15 +308,20 @@ async def test_a_reward_past_its_deadline_is_dropped_with_a_reason(
 
 @pytest.mark.parametrize("policy", ["drop", "accept"])
 async def test_what_becomes_of_a_session_past_its_time(
-    tmp_path: Path, model: Path, renderer: Renderer, policy: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, renderer: Renderer, policy: str
 ):
-    options, later = {"late_reward": policy, "reward_deadline_s": 600.0}, time.time() + 2000
+    clock = SteppedClock()
+    options = {
+        "late_reward": policy,
+        "reward_deadline_s": 600.0,
+        "place": WorkerPlace(lived_time=LivedTime(clock=clock)),
+    }
     async with running(tmp_path, model, renderer, **options) as gateway:
-        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 1000})
+        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 8})
         for session in (silent, rewarded):
             await chat(gateway, session)
         await post(gateway, f"/sessions/{rewarded.id}/reward", {"reward": 0.5})
-        monkeypatch.setattr(lifecycle, "time", SimpleNamespace(time=lambda: later))
+        clock.step(9.0)
         await eventually(lambda: gateway.store.closed_session(rewarded.id) is not None)
         shown = (await gateway.env(f"/sessions/{silent.id}")).json()
         answer = await post(gateway, f"/sessions/{silent.id}/reward", {"reward": 0.25})
