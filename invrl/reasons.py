@@ -58,7 +58,8 @@ class DropReason(StrEnum):
     REPLACED = "replaced"
     """Only this attempt failed: the place is leased again with the next attempt."""
     TOKENS_LOST = "tokens_lost"
-    """A checkpoint names the group, but its turns are not in the store: a power loss, or a damaged file."""
+    """The group's turns are not in the store, or are not what was written there: a power loss, or a damaged
+    file."""
     RUN_ENDED = "run_ended"
     """The run ended before the group was trained."""
     NOT_TRAINED = "not_trained"

@@ -32,6 +32,7 @@ from invrl.errors import DeadlineError, FilteredOutError, RunStoreError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import begin_output
 from invrl.host.environment_keys import forget_keys
+from invrl.host.lived_time import LivedTime
 from invrl.host.log_lines import LogSettings
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
 """How long `unwanted` waits for a group: less than the deadline of a call."""
 _SUSPECTS_EVERY_S = 1.0
+_LOOK_INTERVAL_S = 5.0
+"""Between two looks at the time that a wait has lasted."""
 """The pause between two queries of what the suspects of staleness have sampled."""
 
 
@@ -130,6 +133,11 @@ class BufferActor:
         await self._write_ledger(to_disk=True)
         return msgspec.json.encode(snapshot)
 
+    async def final_snapshot(self, trained: WeightVersion) -> bytes:
+        """The snapshot for the checkpoint of a run that ends early, wherever its loop was."""
+        self._buffer.settle(trained)
+        return await self.snapshot(trained)
+
     async def lease(self) -> GroupLease | None:
         self._check_poller()
         lease = self._buffer.lease()
@@ -163,7 +171,8 @@ class BufferActor:
         a row have failed in the same way; FilteredOutError once the group filter has dropped as many groups
         in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon as the task
         source cannot fill a batch any more."""
-        start = time.monotonic()
+        lived_time = LivedTime()
+        start = lived_time.now()
         async with self._changed:
             while True:
                 self._check_poller()
@@ -175,10 +184,10 @@ class BufferActor:
                 filtered_out = self._buffer.filtered_out
                 if filtered_out:
                     raise FilteredOutError(filtered_out)
-                waited_s = time.monotonic() - start
+                waited_s = lived_time.now() - start
                 if waited_s >= timeout_s or not self._buffer.can_fill:
                     raise DeadlineError(f"a batch of {self._buffer}", waited_s)
-                await self._wait_for_change(timeout_s - waited_s)
+                await self._wait_for_change(min(timeout_s - waited_s, _LOOK_INTERVAL_S))
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         """Until the buffer has changed, for at most `timeout_s`. The caller holds `_changed`."""
@@ -194,13 +203,12 @@ class BufferActor:
             lost = await asyncio.to_thread(self._tokens.without_tokens, summaries)
             for group in unchecked:
                 self._checked.add(group.id)
-                session_ids = {rollout.session_id for rollout in group.rollouts_G}
-                lost_of_group = sorted(lost & session_ids)
-                if not lost_of_group:
+                faults = [
+                    lost[rollout.session_id] for rollout in group.rollouts_G if rollout.session_id in lost
+                ]
+                if not faults:
                     continue
-                _log.warning(
-                    "group %s is dropped: the store has no turns of %s", group.id, ", ".join(lost_of_group)
-                )
+                _log.warning("group %s is dropped: in the run's store %s", group.id, "; ".join(faults))
                 self._buffer.drop_lost(group.id)
 
     async def trained(self, batch_id: int) -> None:

@@ -57,6 +57,9 @@ class BufferHandle:
     async def snapshot(self, trained: WeightVersion) -> bytes:
         return await self.actor.call(BufferActor.snapshot, self.call_timeout_s, trained)
 
+    async def final_snapshot(self, trained: WeightVersion) -> bytes:
+        return await self.actor.call(BufferActor.final_snapshot, self.call_timeout_s, trained)
+
     async def metrics(self) -> Mapping[str, Metric]:
         return await self.actor.call(BufferActor.metrics, self.call_timeout_s)
 

@@ -253,6 +253,16 @@ class GroupBuffer:
 
     # ------------------------------------------------------------------ incarnations
 
+    def settle(self, trained: WeightVersion) -> None:
+        """To be called when the run ends early, while the trainer holds `trained`. A batch that is out counts
+        as trained if it made that version, even if nobody could say so any more; else it is dropped."""
+        if self._batch is None or not self._taken:
+            return
+        if trained > self.version:
+            self.trained(self._batch.batch_id)
+        else:
+            self._drop_batch(DropReason.RUN_ENDED)
+
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
         """The state now; `trained` is the version that the trainer holds. Raises BufferStateError while a
         batch is taken and not yet trained."""

@@ -19,7 +19,8 @@ from invrl.errors import SessionError
 from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.keys import KEY_PREFIX, hash_key, hash_of_same_key, signed_key, unauthorized
 from invrl.gateway.session_record import LastHeard, SessionRecord
-from invrl.store.rows import SessionState
+from invrl.host.lived_time import LivedTime
+from invrl.store.rows import RewardDeadline, SessionState
 from invrl.types import GroupMember, Outcome, Reward, Session, SessionTerms, field_values
 
 Name = TypeVar("Name", str, bytes)
@@ -44,6 +45,8 @@ class WorkerPlace:
     """The number of open sessions of each worker (uint64), in memory that all of them share."""
     starts: int = 1
     """How often this worker was started."""
+    lived_time: LivedTime = field(default_factory=LivedTime)
+    """Goes on when the worker is replaced."""
 
     @property
     def mark(self) -> str:
@@ -96,6 +99,8 @@ class SessionRegistry:
         self._incarnation = incarnation
         self._recall_closed = recall_closed
         self._worker = place or WorkerPlace()
+        self.lived_time = self._worker.lived_time
+        """What the times to live and the deadlines of sessions are measured in."""
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
@@ -103,9 +108,9 @@ class SessionRegistry:
         self._closed: dict[str, SessionRecord] = {}
         self._counts: Counter[SessionState] = Counter()
 
-    def open(self, opening: Opening, now: float) -> list[SessionRecord]:
-        """Opens all sessions or none. SessionError 429 if there are too many open sessions, 403 if the family
-        is too large, 409 if the parent is closed."""
+    def open(self, opening: Opening, *, now: float, opened_at: float) -> list[SessionRecord]:
+        """Opens all sessions or none. `now`: lived seconds. `opened_at`: Unix seconds. SessionError 429 if
+        there are too many open sessions, 403 if the family is too large, 409 if the parent is closed."""
         open_sessions = sum(self._worker.open_sessions)
         new_sessions = len(opening.members)
         if open_sessions + new_sessions > self._max_open:
@@ -120,7 +125,11 @@ class SessionRegistry:
         records: list[SessionRecord] = []
         for position in range(new_sessions):
             session = self._new_session(opening, position)
-            records.append(SessionRecord(session=session, key_hash=hash_key(session.key), opened_at=now))
+            records.append(
+                SessionRecord(
+                    session=session, key_hash=hash_key(session.key), opened_at=opened_at, lived_at_opening=now
+                )
+            )
         self.restore(records)
         return records
 
@@ -162,7 +171,8 @@ class SessionRegistry:
                 record.parent = parent
                 record.last_heard = parent.last_heard
             else:
-                record.last_heard = last_heard_of_group.setdefault(session.group_id, record.last_heard)
+                last_heard = LastHeard(self.lived_time.now)
+                record.last_heard = last_heard_of_group.setdefault(session.group_id, last_heard)
             self._by_id[session.id] = record
             self._by_key[record.key_hash] = record
             if record.outcome is None:
@@ -248,8 +258,8 @@ class SessionRegistry:
         code = "reward_too_late" if record.state == "expired" else "session_closed"
         return SessionError(reason, status=409, code=code)
 
-    def wait(self, record: SessionRecord, deadline: float) -> None:
-        """A finished session without a reward waits for one until `deadline` (Unix seconds)."""
+    def wait(self, record: SessionRecord, deadline: RewardDeadline) -> None:
+        """A finished session without a reward waits for one until `deadline`."""
         self._counts[record.state] -= 1
         self._counts["unrewarded"] += 1
         record.state = "unrewarded"
@@ -268,7 +278,8 @@ class SessionRegistry:
         self._publish_open_sessions()
 
     def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
+        """Open sessions past their time to live, and unrewarded ones past their reward's deadline. `now`: in
+        lived seconds."""
         return [record for record in self._open.values() if now > self._end_of(record)]
 
     def open_records(self) -> list[SessionRecord]:
@@ -330,10 +341,10 @@ class SessionRegistry:
             del self._by_key[oldest.key_hash]
 
     def _end_of(self, record: SessionRecord) -> float:
-        """Unix seconds at which the session expires."""
+        """Lived seconds at which the session expires."""
         if record.reward_deadline is not None:
-            return record.reward_deadline
-        return record.opened_at + min(self._ttl_s, record.session.limits.timeout_s)
+            return record.reward_deadline.lived_s
+        return record.lived_at_opening + min(self._ttl_s, record.session.limits.timeout_s)
 
     def _publish_open_sessions(self) -> None:
         """Tells the other workers how many sessions are open here."""

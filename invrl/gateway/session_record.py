@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from invrl.reasons import FailureReason
@@ -17,12 +17,17 @@ class LastHeard:
     """When the environment that runs a session was last heard from. Sessions that were opened together share
     one object, and so do their children: an environment may run them one after the other."""
 
-    at: float = field(default_factory=time.time)
-    """Unix seconds."""
+    clock: Callable[[], float] = time.monotonic
+    """The lived seconds of the worker, for a session that is open there."""
+    at: float = field(init=False)
+    """On this clock."""
+
+    def __post_init__(self) -> None:
+        self.update()
 
     def update(self) -> None:
         """To be called when a call begins, continues, or ends."""
-        self.at = time.time()
+        self.at = self.clock()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

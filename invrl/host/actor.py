@@ -16,6 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCa
 
 from invrl.errors import ActorDiedError, ActorSilentError
 from invrl.host.actor_heartbeat import ActorHeartbeat, Pulse
+from invrl.host.lived_time import lived_wait
 from invrl.host.ray_memory import killed_for_memory
 
 _BEAT_GROUP = "beat"
@@ -67,9 +68,15 @@ class ActorHandle(Generic[RoleT]):
         name = method.__name__
         reference = getattr(self.ray_handle, name).remote(*args, **kwargs)
         try:
-            async with asyncio.timeout(deadline_s):
-                # Not `await reference`: that turns Ray's TaskCancelledError into a cancellation of ours.
-                return await asyncio.wrap_future(reference.future())
+            # Not `await reference`: that turns Ray's TaskCancelledError into a cancellation of ours.
+            answer = asyncio.wrap_future(reference.future())
+            try:
+                done, _ = await lived_wait([answer], deadline_s)
+            finally:
+                answer.cancel()
+            if not done:
+                raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s)
+            return answer.result()
         # In this order: an error that was raised in the actor is a RayTaskError and has its own class too.
         except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
             # Code in the actor that cancels every task of its event loop cancels our call too.
@@ -79,8 +86,6 @@ class ActorHandle(Generic[RoleT]):
             raise ActorDiedError(reason) from error
         except RayTaskError as error:
             raise error.cause from error  # the text of `error` is the traceback in the actor's process
-        except TimeoutError as error:
-            raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s) from error
 
     async def beat(self) -> Pulse:
         reference = self.ray_handle.beat.options(concurrency_group=_BEAT_GROUP).remote()

@@ -17,6 +17,7 @@ import msgspec
 
 from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.cache_folder import cache_folder, folder_of_run
+from invrl.observe.collapse import collapse
 from invrl.store.metrics_file import MetricsRow, read_metrics
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
@@ -104,6 +105,9 @@ class RunReader:
             timeline = read_timeline(folder.path)
         except OSError as error:
             notes.append(f"cannot be read: {error}")
+        collapsed = collapse(rows)
+        if collapsed:
+            notes.append(collapsed)
         return RunStatus(
             name=folder.path.name,
             state=self._state(),

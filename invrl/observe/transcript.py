@@ -59,13 +59,11 @@ class Transcript:
 def read_transcript(store: RunStore, session_id: str) -> Transcript:
     """Of a session and its children. It is empty if the session has no turns or is unknown."""
     turns: list[TranscriptTurn] = []
-    for member in store.family(session_id):
-        for turn, encoded_messages, _ in store.recorded_turns(member):
-            messages = msgspec.json.decode(encoded_messages, type=list[Message])
-            if not messages:
-                messages = [Message("assistant")]
-            turns.append(_transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1]))
-    turns.sort(key=lambda turn: turn.finished_at)
+    for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
+        messages = msgspec.json.decode(encoded_messages, type=list[Message])
+        if not messages:
+            messages = [Message("assistant")]
+        turns.append(_transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1]))
     return Transcript(turns=tuple(turns))
 
 

@@ -6,16 +6,17 @@ open sessions are aborted; every later call in those sessions is answered with t
 through the gateway's outbox."""
 
 import asyncio
-import time
+from collections.abc import Sequence
 
 from invrl.errors import UnsendableTaskError
+from invrl.host.lived_time import LivedTime
 from invrl.interfaces import Buffer
 from invrl.reasons import FailureReason
 from invrl.rollout.dispatcher import Scheduler
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import DroppedGroup, FailedRollout, GroupLease
+from invrl.types import DroppedGroup, FailedRollout, GroupLease, Place
 
 _POLL_INTERVAL_S = 0.05
 
@@ -32,12 +33,16 @@ class ExternalDispatcher(Scheduler):
         sessions: SessionClient,
         *,
         timeout_s: float,
+        lived_time: LivedTime | None = None,
     ) -> None:
         super().__init__(buffer)
         self._leases = leases
         self._store = store
         self._sessions = sessions
         self._timeout_s = timeout_s
+        self._lived_time = lived_time or LivedTime()
+        self._taken_since: dict[Place, float] = {}
+        """When each lease without a session was first seen as taken, in lived seconds."""
         self._reading = asyncio.Lock()
         """One thread at a time reads the store."""
 
@@ -50,10 +55,16 @@ class ExternalDispatcher(Scheduler):
                 if dropped is not None:
                     await self._drop(dropped)
                 continue
-            oldest_allowed = time.time() - self._timeout_s
-            for failure in await asyncio.to_thread(self._leases.expire, oldest_allowed):
+            overdue = self._overdue(await asyncio.to_thread(self._leases.taken))
+            for failure in await asyncio.to_thread(self._leases.expire, overdue):
                 await self._buffer.record(failure)
             await asyncio.sleep(_POLL_INTERVAL_S)
+
+    def _overdue(self, taken: Sequence[Place]) -> list[Place]:
+        """Those of the leases that were taken and have no session that were seen so for `timeout_s`."""
+        now = self._lived_time.now()
+        self._taken_since = {place: self._taken_since.get(place, now) for place in taken}
+        return [place for place, since in self._taken_since.items() if now - since > self._timeout_s]
 
     async def _drop(self, group: DroppedGroup) -> None:
         # In this order: a session that is opened after the look-up needs a lease, and there is none any more.

@@ -24,6 +24,7 @@ import httpx
 import numpy as np
 
 from invrl.extra_columns import ExtraNumbers
+from invrl.host.lived_time import lived_wait
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.reasons import FailureReason
@@ -120,7 +121,7 @@ class Runner:
         call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
-            await asyncio.wait({call, drop}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await lived_wait({call, drop}, self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             call.cancel()
             raise

@@ -367,8 +367,3 @@ def _table_of(key: str) -> str:
         if key in section.model_fields:
             return table
     return ""
-
-
-def load_resolved(path: Path) -> Config:
-    """The configuration of a run folder, as it was written."""
-    return resolve(read_toml(path))

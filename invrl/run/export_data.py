@@ -36,8 +36,9 @@ from invrl.observe.best_samples import (
     worst_first,
 )
 from invrl.observe.samples import Sample, read_samples
-from invrl.run.config import Config, ModelConfig, load_resolved
+from invrl.run.config import Config, ModelConfig
 from invrl.run.recorded_branches import recorded_branches
+from invrl.run.resolved_config import load_resolved
 from invrl.run.store_check import check_store
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.host.disk import write_atomically
-from invrl.run.config import UPSTREAM, Config, load_resolved
+from invrl.run.config import UPSTREAM, Config
+from invrl.run.resolved_config import load_resolved, write_resolved
 from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
 
 _OWNER_ONLY = 0o700
@@ -71,7 +71,7 @@ def _furnish(folder: RunFolder, config: Config) -> None:
     try:
         for path in (folder.logs_path, folder.checkpoints_path, folder.report_path):
             path.mkdir(exist_ok=True)
-        write_atomically(folder.config_path, config.to_toml())
+        write_resolved(folder.config_path, config)
     except OSError as error:
         raise unwritable(folder.path.parent, error) from error
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
 from invrl.metrics import Metrics, resolve, timed
+from invrl.observe.collapse import COLLAPSE_METRICS, collapse
 from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import Sink
 from invrl.observe.step_metrics import (
@@ -96,7 +97,7 @@ class _Phases:
         with observed_phase(self.observer, name, self.step) as parts, timed(self.seconds, name):
             began = time.time()
             yield parts
-        self.times[name] = (began, time.time())
+        self.times[name] = (began, began + self.seconds[name])
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
@@ -106,6 +107,8 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
     if parts.learner is not None:
         parts.learner.schedule.begin()
     saved_step = done
+    rows: list[Mapping[str, float]] = []
+    has_collapsed = False
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         try:
@@ -128,7 +131,9 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         if parts.learner is None:
             await parts.buffer.advance(taken.version)
         else:
-            values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
+            values |= await _learn(
+                parts, parts.learner, taken, batch, phases, last=step == num_steps, is_told=has_collapsed
+            )
             if CHECKPOINT_PHASE in phases.seconds:
                 saved_step = step
 
@@ -138,6 +143,11 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             with observed_phase(parts.observer, "evaluating", step):
                 values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
+        rows.append({"step": step, **{name: values[name] for name in COLLAPSE_METRICS if name in values}})
+        collapsed = collapse(rows)
+        if collapsed and not has_collapsed:
+            parts.observer.note(f"step {step}: {collapsed}")
+        has_collapsed = has_collapsed or bool(collapsed)
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
                 parts.observer.note(text)
@@ -145,11 +155,19 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
 
 
 async def _learn(
-    parts: Parts, learner: Learner, taken: TakenBatch, batch: TrainBatch, phases: _Phases, *, last: bool
+    parts: Parts,
+    learner: Learner,
+    taken: TakenBatch,
+    batch: TrainBatch,
+    phases: _Phases,
+    *,
+    last: bool,
+    is_told: bool,
 ) -> dict[str, float]:
     """Trains on the batch, sends the new weights, and saves a checkpoint if one is due. The buffer's snapshot
     is taken before the buffer admits work for the new version; the checkpoint is written while that work goes
-    on. After the last step no more work is admitted. Returns metric values."""
+    on. After the last step no more work is admitted. `is_told`: the console knows why no weight changes.
+    Returns metric values."""
     step = phases.step
     version = WeightVersion(step)
     if learner.take_gpu is not None:
@@ -159,7 +177,8 @@ async def _learn(
         result = await learner.trainer.train(batch)
         train_parts.update(result.seconds)
         for note in step_notes(step, result):
-            parts.observer.note(note)
+            if not is_told or result.optimizer_steps or result.nonfinite_steps:
+                parts.observer.note(note)
         await parts.buffer.trained(taken.batch_id)
     if parts.record is not None and result.token_records:
         with phases.within("record"):

@@ -68,5 +68,5 @@ def _opened(path: Path, fix: str) -> Iterator[sqlite3.Connection]:
                 raise DamagedFileError(path, f"SQLite finds it damaged: {'; '.join(found)}", fix)
             check_version(db, path)
             yield db
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # an error may quote a damaged name
         raise DamagedFileError(path, f"SQLite cannot read it: {error}", fix) from error

@@ -20,6 +20,7 @@ from pathlib import Path
 from invrl.algorithms.advantages import configured_advantage
 from invrl.algorithms.credit import credit_rules
 from invrl.algorithms.objectives import ON_ROLLOUTS
+from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
@@ -199,7 +200,7 @@ class _TrainingRun:
             except (Exception, asyncio.CancelledError) as error:
                 if cluster.trainer is not None:
                     interrupted = isinstance(error, asyncio.CancelledError)
-                    await self._save_unsaved_weights(cluster.trainer, interrupted=interrupted)
+                    await self._save_unsaved_weights(cluster.trainer, cluster.buffer, interrupted=interrupted)
                 raise
             await cluster.buffer.close()
         write_atomically(self.folder.finished_path, str(last_step))
@@ -365,7 +366,12 @@ class _TrainingRun:
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)
 
-    async def _save_unsaved_weights(self, trainer: TrainHandle, *, interrupted: bool) -> None:
+    async def _save_unsaved_weights(
+        self, trainer: TrainHandle, buffer: BufferHandle, *, interrupted: bool
+    ) -> None:
+        async def take_snapshot(step: int) -> bytes:
+            return await buffer.final_snapshot(WeightVersion(step))
+
         timeout_s = self.config.train.train_step_timeout_s
         if interrupted:
             timeout_s = min(timeout_s, SAVE_AFTER_INTERRUPT_S)
@@ -376,6 +382,7 @@ class _TrainingRun:
             first_step=self.start.step,
             timeout_s=timeout_s,
             note=self.observer.note,
+            take_snapshot=take_snapshot if interrupted else None,
         )
         try:
             await first_to_fail(saving, trainer.watch())

@@ -29,7 +29,7 @@ from invrl.run.loop import step_notes, train_values
 from invrl.run.process_samples import sample_memory
 from invrl.run.resume import Start, describe_start, is_finished
 from invrl.run.save_schedule import SaveSchedule
-from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
+from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, no_buffer, save_unsaved_weights
 from invrl.store.batch_file import batch_path, save_batch
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
@@ -209,6 +209,7 @@ class _DataRun:
             first_step=self.first_step,
             timeout_s=timeout_s,
             note=self.observer.note,
+            take_snapshot=no_buffer if interrupted else None,
         )
         try:
             await first_to_fail(saving, self.trainer.watch())

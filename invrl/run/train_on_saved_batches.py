@@ -12,7 +12,7 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
 from invrl.run.loop import step_notes, train_values
-from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
+from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, no_buffer, save_unsaved_weights
 from invrl.store.batch_file import batch_path, load_batch, saved_steps
 from invrl.store.run_folder import RunFolder
 from invrl.types import TrainBatch
@@ -56,6 +56,7 @@ async def train_on_saved_batches(
                 first_step=first_step,
                 timeout_s=SAVE_AFTER_INTERRUPT_S,
                 note=observer.note,
+                take_snapshot=no_buffer,
             )
             raise
         last_step = steps[-1] if steps else first_step

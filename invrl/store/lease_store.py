@@ -2,13 +2,14 @@
 
     offer (driver) ──► take (gateway: POST /tasks/lease) ──► `RunStoreWriter.open_sessions` removes the lease
                          │                                   and adds its session in one transaction
-                         └── no session in time: expire (driver), and the rollout has failed
+                         └── taken, and no session in time: expire (driver), and the rollout has failed
 
 Every change is one statement, so one transaction. Calls block: make them in a thread. The driver and any
 number of gateway workers share the leases."""
 
 import itertools
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 from invrl.errors import UnsendableTaskError
 from invrl.reasons import FailureReason
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
-from invrl.types import FailedRollout, GroupLease, GroupMember, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, Place, Task
 
 _RETURNED = 'RETURNING group_id, "index", attempt, task'
 _Row = tuple[Any, ...]
@@ -43,8 +44,8 @@ class LeaseStore:
         self._run(f"INSERT INTO leases VALUES {marks}", *values)
 
     def take(self, now: float) -> GroupLease | None:
-        """Takes the oldest lease that nobody has taken. The sessions of its members must be opened before it
-        expires."""
+        """Takes the oldest lease that nobody has taken. The sessions of its members must be opened before
+        it expires. `now`: Unix seconds, for people."""
         if not self._any("taken_at IS NULL"):
             return None
         oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
@@ -61,12 +62,23 @@ class LeaseStore:
             members=tuple(GroupMember(index=index, attempt=attempt) for index, attempt in places),
         )
 
-    def expire(self, before: float) -> list[FailedRollout]:
-        """Removes leases that were taken earlier than `before` and have no session. Returns a failure for
-        each."""
-        if not self._any("taken_at<?", before):
-            return []
-        rows = self._run(f"DELETE FROM leases WHERE taken_at<? {_RETURNED}", before)
+    def taken(self) -> list[Place]:
+        """The places of the leases that were taken and have no session."""
+        rows = self._run('SELECT group_id, "index", attempt FROM leases WHERE taken_at IS NOT NULL')
+        return [Place(*row) for row in rows]
+
+    def expire(self, places: Iterable[Place]) -> list[FailedRollout]:
+        """Removes the leases of these places, of which environments have opened no session in time. Returns
+        a failure for each that still had none."""
+        rows: list[_Row] = []
+        for place in places:
+            rows += self._run(
+                'DELETE FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
+                f"{_RETURNED}",
+                place.group_id,
+                place.index,
+                place.attempt,
+            )
         return [
             FailedRollout(
                 session_id="",
@@ -92,9 +104,9 @@ class LeaseStore:
     def close(self) -> None:
         self._db.close()
 
-    def _any(self, condition: str, *values: float) -> bool:
+    def _any(self, condition: str) -> bool:
         """Asked before a change: a SELECT does not wait for other processes that write."""
-        return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1", *values))
+        return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"))
 
     def _run(self, sql: str, *values: object) -> list[_Row]:
         with self._lock:

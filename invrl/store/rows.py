@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from invrl.routed_experts import RoutedExperts
+from invrl.store.row_checksums import checksum_of
 from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
@@ -44,13 +45,23 @@ _SESSION_FIELDS = (
 _OPENED_FIELDS = (*_SESSION_FIELDS, "opened_at", "state")
 OPENED_COLUMNS = ", ".join(f'"{name}"' for name in _OPENED_FIELDS)
 """What is known of a session when it is opened, apart from the hash of its key."""
-_RECORD_FIELDS = ("key_hash", "opened_at", "state", "reward_deadline", "reward", "components", "outcome")
+_RECORD_FIELDS = ("key_hash", "opened_at", "state", "reward", "components", "outcome")
 SESSION_COLUMNS = ", ".join(f'"{name}"' for name in (*_SESSION_FIELDS, *_RECORD_FIELDS))
 """All columns of a session, its id first."""
 
 SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
 """`unrewarded`: finished, and waiting for its reward. `expired`: its time was up. (Rows of sessions that were
 open when their run ended have the state `lost`. No query reads them.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardDeadline:
+    """Until when a finished session waits for its reward."""
+
+    lived_s: float
+    """In the time that its gateway worker has lived through; this is what counts."""
+    unix_s: float
+    """What its environment was told."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,9 +73,12 @@ class StoredSession:
     session: Session
     key_hash: bytes
     opened_at: float
+    """Unix seconds."""
+    lived_at_opening: float = 0.0
+    """The seconds that its gateway worker had lived through. Read from the store for live sessions only."""
     state: SessionState = "open"
-    reward_deadline: float | None = None
-    """Unix seconds until which a finished session waits for its reward. None: it does not wait."""
+    reward_deadline: RewardDeadline | None = None
+    """None: it does not wait for a reward. Read from the store for live sessions only."""
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, Reward] = field(default_factory=dict)
@@ -84,7 +98,14 @@ def turn_values(turn: Turn) -> tuple[object, ...]:
     for name, dtype in _TURN_ARRAYS.items():
         values[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
     values["spans"] = msgspec.json.encode(turn.spans)
+    values["constrained"] = int(turn.constrained)
     return tuple(values.values())
+
+
+def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> bytes:
+    """Of all of a turn but its mark of delivery, which changes. `row`: the values of `TURN_COLUMNS`."""
+    fixed = [value for name, value in zip(_TURN_FIELDS, row, strict=True) if name != "delivered"]
+    return checksum_of(*fixed, messages, tools_digest)
 
 
 def turn_from_row(row: Sequence[Any]) -> Turn:

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
-from invrl.store.metrics_file import read_metrics
+from invrl.store.metrics_file import MetricsRow, read_metrics
 from invrl.store.timeline_file import TIMELINE_NAME
 from invrl.store.tokenizer_folder import TOKENIZER_NAME
 
@@ -148,12 +148,24 @@ class RunFolder:
 
     def rewind_metrics(self, step: int) -> str:
         """Removes the metrics of steps after `step`, from which the run resumes. Returns what is wrong with
-        the file; "" if nothing is. A damaged file is copied before it is rewritten."""
+        the file and what was removed; "" if nothing is. A damaged file is copied before it is rewritten."""
         rows = read_metrics(self.metrics_path)
-        finding = self._damage_of_metrics(len(rows), step)
+        findings = [self._damage_of_metrics(len(rows), step), self._cuts_of_metrics(rows, step)]
         lines = [json.dumps(row) + "\n" for row in rows if int(row["step"] or 0) <= step]
         write_atomically(self.metrics_path, "".join(lines))
-        return finding
+        return "; ".join(finding for finding in findings if finding)
+
+    def _cuts_of_metrics(self, rows: Sequence[MetricsRow], step: int) -> str:
+        """Which steps a file that exists has no rows of any more: "" if it ends with `step`."""
+        if not self.metrics_path.exists():
+            return ""
+        last_step = max((int(row["step"] or 0) for row in rows), default=0)
+        if last_step < step:
+            lost = f"steps {last_step + 1} to {step}"
+            return f"{self.metrics_path} was cut: it has no rows of {lost}, which the checkpoint contains"
+        if last_step > step:
+            return f"rows of steps {step + 1} to {last_step} are cut from {self.metrics_path.name}"
+        return ""
 
     def _damage_of_metrics(self, num_rows: int, step: int) -> str:
         """What is wrong with metrics.jsonl, of which `num_rows` lines could be read; "" if nothing is."""

@@ -6,7 +6,7 @@ predecessor. The tables are in `schema.py`."""
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,30 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.errors import DamagedFileError
 from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
+from invrl.store.row_checksums import (
+    checksum_of,
+    delivered_item,
+    experts_item,
+    numbers_item,
+    top_item,
+    turn_item,
+    whole_outcome,
+)
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     SESSION_COLUMNS,
     TOP_COLUMNS,
     TURN_COLUMNS,
+    RewardDeadline,
     StoredSession,
     experts_from_row,
     outcome_from_json,
     session_from_row,
     top_from_row,
+    turn_checksum,
     turn_from_row,
 )
 from invrl.store.schema import connect
@@ -63,6 +75,11 @@ _OPEN_SESSIONS = f"""
 _ENDED_SESSIONS = f"""
     SELECT {SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id = '' ORDER BY rowid
 """
+_SESSION_TIMES = """
+    SELECT opened, session_times.reward_deadline, sessions.reward_deadline
+    FROM session_times JOIN sessions ON sessions.id = session_id
+    WHERE session_id = ?
+"""
 _FAMILY = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -72,9 +89,37 @@ _FAMILY = """
     )
     SELECT id FROM sessions WHERE id IN family ORDER BY rowid
 """
-_TOOLS_OF_SESSION = """
+_RECORDED_TURNS = f"""
+    SELECT {TURN_COLUMNS}, messages, tools FROM turns
+    WHERE session_id IN (SELECT value FROM json_each(?)) ORDER BY seq
+"""
+_TOOLS = """
     SELECT digest, tools FROM tool_lists
-    WHERE digest IN (SELECT tools FROM turns WHERE session_id = ?)
+    WHERE digest IN (SELECT tools FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+"""
+_OUTBOX = """
+    SELECT outbox.seq, outbox.session_id, outbox.outcome, sessions.outcome, checksum
+    FROM outbox
+        LEFT JOIN sessions ON sessions.id = outbox.session_id
+        LEFT JOIN checksums ON item = 'outcome/' || outbox.session_id
+    WHERE outbox.seq > ? ORDER BY outbox.seq LIMIT ?
+"""
+_OUTCOME = """
+    SELECT sessions.outcome, outbox.outcome, checksum
+    FROM sessions
+        LEFT JOIN outbox ON outbox.session_id = sessions.id
+        LEFT JOIN checksums ON item = 'outcome/' || sessions.id
+    WHERE sessions.id = ? AND sessions.outcome IS NOT NULL
+"""
+_WHOLE_TURNS = f"""
+    SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id = ? ORDER BY seq
+"""
+_DELIVERED = TURN_COLUMNS.split(", ").index("delivered")
+_CHECKSUMS_OF_TURNS = """
+    SELECT item, checksum FROM json_each(?) AS turn JOIN checksums ON item = 'turn/' || turn.value
+    UNION ALL
+    SELECT item, checksum FROM json_each(?) AS turn
+        JOIN checksums ON item > 'turn/' || turn.value || '/' AND item < 'turn/' || turn.value || '0'
 """
 _ROUTED_EXPERTS = f"""
     SELECT {EXPERTS_COLUMNS} FROM routed_experts
@@ -128,6 +173,10 @@ _ENDED_TURNS = """
     SELECT seq, finished_at - started_at, prompt_tokens, cached_tokens, LENGTH(sampled_ids)
     FROM turns WHERE seq > ? ORDER BY seq
 """
+
+
+_Check = Callable[..., None]
+"""Is given the item of a checksum and the values of its row. Raises DamagedFileError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +233,29 @@ class RunStore:
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         """The outcomes that were handed over after row `seq` (0: all), in order, with the numbers of their
         rows; at most `limit`."""
-        sql = "SELECT seq, failed, outcome FROM outbox WHERE seq>? ORDER BY seq LIMIT ?"
-        rows: list[tuple[int, Outcome]] = []
-        for number, failed, body in self._db.execute(sql, (seq, limit)):
-            outcome_type = FailedRollout if failed else RolloutSummary
-            rows.append((number, msgspec.json.decode(body, type=outcome_type)))
-        return rows
+        rows = self._db.execute(_OUTBOX, (seq, limit)).fetchall()
+        return [
+            (number, self._outcome(session_id, bodies, checksum))
+            for number, session_id, *bodies, checksum in rows
+        ]
+
+    def _outcome(self, session_id: str, bodies: Sequence[bytes | None], checksum: bytes | None) -> Outcome:
+        """The outcome that was written into these places. Raises DamagedFileError."""
+        copies = [body for body in bodies if body is not None]
+        body = whole_outcome(copies, checksum)
+        if body is None:
+            raise self._damaged(f"the outcome of session {session_id}")
+        try:
+            return outcome_from_json(body)
+        except msgspec.MsgspecError as error:
+            raise self._damaged(f"the outcome of session {session_id}") from error
+
+    def _damaged(self, row: str) -> DamagedFileError:
+        (path,) = self._db.execute("SELECT file FROM pragma_database_list WHERE name='main'").fetchone()
+        fix = (
+            "copy back a run.sqlite that was saved with the checkpoints, or begin a new run (--run-name NEW)"
+        )
+        return DamagedFileError(Path(path), f"{row} is not what was written", fix)
 
     # ------------------------------------------------------------------ turns and rollouts
 
@@ -214,13 +280,13 @@ class RunStore:
             sampled_tokens=sum(row[4] for row in rows) // np.dtype(np.int32).itemsize,
         )
 
-    def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
-        """The turns of a session, each with the messages and tools that `RunStoreWriter.add_turn` was given
-        with it."""
-        sql = f"SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
+    def recorded_turns(self, *session_ids: str) -> list[tuple[Turn, bytes, bytes]]:
+        """The turns of these sessions in the order of their commits, each with the messages and tools that
+        `RunStoreWriter.add_turn` was given with it."""
+        names = json.dumps(session_ids)
         # The turns are read first: the tools of a turn are committed with it, so none can be missing then.
-        rows = self._db.execute(sql, (session_id,)).fetchall()
-        tools_by_digest = dict(self._db.execute(_TOOLS_OF_SESSION, (session_id,)))
+        rows = self._db.execute(_RECORDED_TURNS, (names,)).fetchall()
+        tools_by_digest = dict(self._db.execute(_TOOLS, (names,)))
         return [
             (turn_from_row(turn_row), messages, tools_by_digest[digest])
             for *turn_row, messages, digest in rows
@@ -228,58 +294,97 @@ class RunStore:
 
     def rollout(self, session_id: str) -> Rollout:
         """A session that has ended, with its branches. The summary of a session that failed is its `partial`.
-        Raises KeyError if it is unknown, still open, or failed without a token to train."""
-        sql = "SELECT outcome FROM sessions WHERE id=? AND outcome IS NOT NULL"
-        row = self._db.execute(sql, (session_id,)).fetchone()
+        Raises KeyError if it is unknown, still open, or failed without a token to train; DamagedFileError if
+        its rows are not what was written."""
+        rollout, _ = self._whole_rollout(session_id)
+        return rollout
+
+    def _whole_rollout(self, session_id: str) -> tuple[Rollout, dict[str, bytes]]:
+        """What `rollout` returns, and the checksums of what was recorded with its turns, by item: none for a
+        session of an earlier version."""
+        row = self._db.execute(_OUTCOME, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
-        summary = outcome_from_json(row[0])
+        *bodies, checksum = row
+        summary = self._outcome(session_id, bodies, checksum)
         if isinstance(summary, FailedRollout):
             summary = summary.partial
         if summary is None:
             raise KeyError(f"session {session_id} failed without a token to train")
-        turns = self.turns(session_id)
-        for child_id in summary.child_rewards:
-            turns += self.turns(child_id)
-        return Rollout(summary=summary, trajectories=branches(turns))
+        rows: list[Sequence[Any]] = []
+        for member_id in (session_id, *summary.child_rewards):
+            rows += self._db.execute(_WHOLE_TURNS, (member_id,)).fetchall()
+        untested: dict[str, bytes] = {}
+        if checksum is not None:
+            untested = self._checksums_of_turns([turn_id for turn_id, *_ in rows])
+        turns: list[Turn] = []
+        for *turn_row, messages, tools_digest in rows:
+            turn_id = turn_row[0]
+            if checksum is not None:
+                found = turn_checksum(turn_row, messages, tools_digest)
+                is_marked = untested.pop(delivered_item(turn_id), None) is not None
+                if untested.pop(turn_item(turn_id), None) != found or turn_row[_DELIVERED] != is_marked:
+                    raise self._damaged(f"turn {turn_id} of session {turn_row[1]}")
+            turns.append(turn_from_row(turn_row))
+        return Rollout(summary=summary, trajectories=branches(turns)), untested
+
+    def _checksums_of_turns(self, turn_ids: Sequence[str]) -> dict[str, bytes]:
+        """Of these turns and of what was recorded with them, by item."""
+        names = json.dumps(turn_ids)
+        return dict(self._db.execute(_CHECKSUMS_OF_TURNS, (names, names)))
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
         """The rollouts of a batch with their tokens and what was recorded of these, in the order of its
-        groups. Each has the summary that the batch holds, whose reward the buffer may have given. Raises
-        KeyError as `rollout` does."""
-        summaries = [summary for group in taken.groups for summary in group.rollouts_G]
-        rollouts: list[Rollout] = []
-        for summary in summaries:
-            rollout = self.rollout(summary.session_id)
-            family = [summary.session_id, *summary.child_rewards]
-            with_tokens = replace(
-                rollout,
-                summary=summary,
-                routed_experts=self._routed_experts(family),
-                token_numbers=self._token_numbers(family),
-                top_logprobs=self._top_logprobs(family),
-            )
-            rollouts.append(with_tokens)
-        return rollouts
+        groups. Raises KeyError and DamagedFileError as `rollout` does."""
+        return [self._with_tokens(summary) for group in taken.groups for summary in group.rollouts_G]
 
-    def _routed_experts(self, session_ids: Sequence[str]) -> dict[str, RoutedExperts]:
+    def _with_tokens(self, summary: RolloutSummary) -> Rollout:
+        """The rollout with all that is trained of it, and with the summary that the caller holds, whose
+        reward the buffer may have given."""
+        rollout, untested = self._whole_rollout(summary.session_id)
+        family = [summary.session_id, *summary.child_rewards]
+        has_checksums = bool(untested)
+
+        def check(item: str, *values: object) -> None:
+            if has_checksums and untested.pop(item, None) != checksum_of(*values):
+                raise self._damaged(item)
+
+        with_tokens = replace(
+            rollout,
+            summary=summary,
+            routed_experts=self._routed_experts(family, check),
+            token_numbers=self._token_numbers(family, check),
+            top_logprobs=self._top_logprobs(family, check),
+        )
+        if untested:
+            raise self._damaged(f"{next(iter(untested))} is missing or")
+        return with_tokens
+
+    def _routed_experts(self, session_ids: Sequence[str], check: _Check) -> dict[str, RoutedExperts]:
         """By turn id, as far as they were recorded."""
-        rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(list(session_ids)),))
+        rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(session_ids),)).fetchall()
+        for row in rows:
+            check(experts_item(row[0]), *row)
         return {row[0]: experts_from_row(row) for row in rows}
 
-    def _token_numbers(self, session_ids: Sequence[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+    def _token_numbers(
+        self, session_ids: Sequence[str], check: _Check
+    ) -> dict[str, dict[str, NDArray[np.float32]]]:
         """By turn id and name, as far as they were given."""
         token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
-        for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(list(session_ids)),)):
+        for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(session_ids),)):
+            check(numbers_item(turn_id, name), content)
             token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(content, np.float32)
         return token_numbers
 
-    def _top_logprobs(self, session_ids: Sequence[str]) -> dict[str, TopLogprobs]:
+    def _top_logprobs(self, session_ids: Sequence[str], check: _Check) -> dict[str, TopLogprobs]:
         """By turn id, as far as they were recorded."""
-        rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(list(session_ids)),))
+        rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(session_ids),)).fetchall()
+        for row in rows:
+            check(top_item(row[0]), *row)
         return {row[0]: top_from_row(row) for row in rows}
 
     def top_logprobs(self, turn_id: str) -> TopLogprobs | None:
@@ -297,20 +402,25 @@ class RunStore:
         rows = self._db.execute(sql, (json.dumps(list(turn_ids)),))
         return {turn_id: SpanPlace(trace_id, span_id) for turn_id, trace_id, span_id in rows}
 
-    def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
-        """Ids of the sessions that `rollout` could not return whole: the store does not have the session as
-        ended, or has fewer turns of it and its children than its summary counts."""
-        return {summary.session_id for summary in summaries if not self._has_tokens(summary)}
+    def without_tokens(self, summaries: Sequence[RolloutSummary]) -> dict[str, str]:
+        """What is wrong with the rollouts that `taken_rollouts` could not return whole, by session id: the
+        store does not have the session as ended, has fewer turns of it and its children than its summary
+        counts, or has other bytes than were written."""
+        faults = {summary.session_id: self._fault(summary) for summary in summaries}
+        return {session_id: fault for session_id, fault in faults.items() if fault}
 
-    def _has_tokens(self, summary: RolloutSummary) -> bool:
-        sql = "SELECT 1 FROM sessions WHERE id=? AND outcome IS NOT NULL"
-        if self._db.execute(sql, (summary.session_id,)).fetchone() is None:
-            return False
-        family = (summary.session_id, *summary.child_rewards)
-        marks = ",".join("?" * len(family))
-        sql = f"SELECT COUNT(*) FROM turns WHERE session_id IN ({marks})"
-        (num_turns,) = self._db.execute(sql, family).fetchone()
-        return num_turns >= summary.num_turns
+    def _fault(self, summary: RolloutSummary) -> str:
+        """ "" if there is none."""
+        try:
+            rollout = self._with_tokens(summary)
+        except DamagedFileError as error:
+            return error.reason
+        except (KeyError, ValueError, msgspec.MsgspecError) as error:
+            return str(error)
+        turns = {turn.id for trajectory in rollout.trajectories for turn in trajectory.turns}
+        if len(turns) < summary.num_turns:
+            return f"it has {len(turns)} of the {summary.num_turns} turns of session {summary.session_id}"
+        return ""
 
     # ------------------------------------------------------------------ sessions
 
@@ -318,7 +428,15 @@ class RunStore:
         """Sessions that are not over and whose id begins with `prefix`, and all that descend from them, in
         the order of their opening."""
         rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
-        return [self._session(row) for row in rows]
+        sessions = [self._session(row) for row in rows]
+        for session in sessions:
+            times = self._db.execute(_SESSION_TIMES, (session.session.id,)).fetchone()
+            if times is None:
+                continue
+            session.lived_at_opening, lived_s, unix_s = times
+            if lived_s is not None:
+                session.reward_deadline = RewardDeadline(lived_s=lived_s, unix_s=unix_s)
+        return sessions
 
     def open_sessions(self, group_id: str) -> list[Session]:
         """Training sessions of a group that are not over, without their keys and without child sessions."""
@@ -359,7 +477,7 @@ class RunStore:
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
         offered, leased = self._db.execute(count_leases).fetchone()
         sessions = tuple(
-            SilentSession(session_id=session_id, silent_s=now - last_sign)
+            SilentSession(session_id=session_id, silent_s=max(now - last_sign, 0.0))
             for session_id, last_sign in self._db.execute(_SILENT_SESSIONS, (group_id,))
         )
         return WaitsOutside(offered=offered, leased=leased, sessions=sessions)

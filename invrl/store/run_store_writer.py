@@ -27,15 +27,27 @@ from invrl.extra_columns import ExtraNumbers
 from invrl.host.disk import full_disk
 from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
+from invrl.store.row_checksums import (
+    ADD_CHECKSUM,
+    checksum_of,
+    delivered_item,
+    experts_item,
+    numbers_item,
+    outcome_item,
+    top_item,
+    turn_item,
+)
 from invrl.store.rows import (
     EXPERTS_COLUMNS,
     OPENED_COLUMNS,
     TOP_COLUMNS,
     TURN_COLUMNS,
+    RewardDeadline,
     StoredSession,
     experts_values,
     opened_values,
     top_values,
+    turn_checksum,
     turn_values,
 )
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
@@ -110,6 +122,8 @@ class RunStoreWriter:
             marks = ",".join("?" * len(opened))
             insert = f"INSERT INTO sessions ({OPENED_COLUMNS}, key_hash) VALUES ({marks}, {key_hash})"
             statements.append((insert, (*opened, record.key_hash, *claim)))
+            add_times = "INSERT INTO session_times (session_id, opened) VALUES (?,?)"
+            statements.append((add_times, (session.id, record.lived_at_opening)))
             if leased:
                 statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)
@@ -133,20 +147,34 @@ class RunStoreWriter:
         marks = ",".join("?" * len(values))
         add_tools = "INSERT OR IGNORE INTO tool_lists VALUES (?,?)"
         add_turn = f"INSERT INTO turns ({TURN_COLUMNS}, messages, tools) VALUES ({marks})"
-        statements: list[_Statement] = [(add_tools, (digest, tools)), (add_turn, values)]
+        checksum = turn_checksum(turn_values(turn), messages, digest)
+        statements: list[_Statement] = [
+            (add_tools, (digest, tools)),
+            (add_turn, values),
+            (ADD_CHECKSUM, (turn_item(turn.id), checksum)),
+        ]
         if experts_TLK is not None:
             add_experts = f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
-            statements.append((add_experts, experts_values(turn.id, experts_TLK)))
+            of_experts = experts_values(turn.id, experts_TLK)
+            statements.append((add_experts, of_experts))
+            statements.append((ADD_CHECKSUM, (experts_item(turn.id), checksum_of(*of_experts))))
         if top is not None:
             add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
-            statements.append((add_top, top_values(turn.id, top)))
+            of_top = top_values(turn.id, top)
+            statements.append((add_top, of_top))
+            statements.append((ADD_CHECKSUM, (top_item(turn.id), checksum_of(*of_top))))
         if trace is not None:
             add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
             statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
-        return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
+        return self._submit(
+            [
+                ("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,)),
+                (ADD_CHECKSUM, (delivered_item(turn_id), b"")),
+            ]
+        )
 
     def set_reward(self, session_id: str, reward: Reward) -> Future[None]:
         """Stores the session's final reward, or that of a turn or of the branches through one."""
@@ -179,12 +207,16 @@ class RunStoreWriter:
             for name, numbers_T in token_numbers.items():
                 content = np.asarray(numbers_T, np.float32).tobytes()
                 statements.append((add_numbers, (turn_id, name, content)))
+                statements.append((ADD_CHECKSUM, (numbers_item(turn_id, name), checksum_of(content))))
         return self._submit(statements)
 
-    def await_reward(self, session_id: str, deadline: float) -> Future[None]:
-        """The session has finished, and its reward is to come before `deadline`, in Unix seconds."""
+    def await_reward(self, session_id: str, deadline: RewardDeadline) -> Future[None]:
+        """The session has finished, and its reward is to come before `deadline`."""
         sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
-        return self._submit([(sql, (deadline, session_id))])
+        set_time = "UPDATE session_times SET reward_deadline=? WHERE session_id=?"
+        return self._submit(
+            [(sql, (deadline.unix_s, session_id)), (set_time, (deadline.lived_s, session_id))]
+        )
 
     def close_session(
         self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
@@ -192,7 +224,12 @@ class RunStoreWriter:
         """Stores the session's final state, and with `hand_over` its outbox row, in one transaction."""
         body = _encode(outcome)
         sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
-        statements: list[_Statement] = [(sql, (state, body, session_id))]
+        forget_times = "DELETE FROM session_times WHERE session_id=?"
+        statements: list[_Statement] = [
+            (sql, (state, body, session_id)),
+            (forget_times, (session_id,)),
+            (ADD_CHECKSUM, (outcome_item(session_id), checksum_of(body))),
+        ]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)
             sql = "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)"
@@ -312,3 +349,4 @@ def abandon_open_sessions(path: Path) -> None:
     with contextlib.closing(connect(path)) as db:
         db.execute("UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')")
         db.execute("DELETE FROM leases")
+        db.execute("DELETE FROM session_times")

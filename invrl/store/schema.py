@@ -64,6 +64,12 @@ ADDED_TABLES = {
     # int32 and float32, `width` for each sampled token
     "top_logprobs": """(
   turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL)""",
+    # of sessions that are open or wait for their reward: lived seconds of their gateway worker
+    "session_times": """(
+  session_id TEXT PRIMARY KEY, opened REAL NOT NULL, reward_deadline REAL) WITHOUT ROWID""",
+    # item: what the checksum is of, see `row_checksums.py`
+    "checksums": """(
+  item TEXT PRIMARY KEY, checksum BLOB NOT NULL) WITHOUT ROWID""",
     # hexadecimal digits; rows only with OpenTelemetry
     "turn_traces": """(
   turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",

@@ -1,11 +1,13 @@
 """Repairs of Megatron's optimizers where they run over torch's AdamW: each parameter keeps its own step
-count through a checkpoint, and an optimizer that has made no step yet can be saved and loaded.
+count through a checkpoint, and an optimizer that has made no step yet, or has no parameter on this rank,
+can be saved and loaded.
 
 Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a `step` tensor per
 parameter. Megatron's template for loading lacks it and Megatron's copy drops it; after a load all parameters
 would share one tensor, so that each step would count many times.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +29,29 @@ def complete_states(adamw: torch.optim.AdamW) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
-def note_step_of_zero(state: dict[str, Any]) -> None:
-    """Completes the state dict that a plain optimizer of Megatron's over torch's AdamW makes for a
-    checkpoint: it leaves out a step count of 0."""
+def steps_made(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """The steps that this rank's parameters have made; 0 for optimizers without a parameter."""
+    counts = [0.0]
+    for optimizer in optimizers:
+        counts += [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        counts += [float(group["step"]) for group in optimizer.param_groups if "step" in group]
+    return max(counts)
+
+
+def write_steps(state: dict[str, Any], steps: float, *, is_distributed: bool) -> None:
+    """Writes the steps that the parameters of all ranks have made into the state dict that one of Megatron's
+    optimizers makes for a checkpoint.
+
+    A plain one leaves out a count of 0. And a checkpoint has the step counts of rank 0 alone: where that
+    rank has no parameter of the optimizer, as a pipeline stage without experts, it has no count either.
+    """
     of_adamw = state.get("optimizer", state)
-    of_adamw["state"].setdefault("common_step", torch.tensor(0.0))
+    if not is_distributed:
+        of_adamw["state"]["common_step"] = torch.tensor(steps)
+        return
+    for group in of_adamw["param_groups"]:
+        own = group.get("step")
+        group["step"] = steps if isinstance(own, float) else int(steps)
 
 
 def repair_distributed_optimizer() -> None:
@@ -47,7 +67,14 @@ def repair_distributed_optimizer() -> None:
 
     def state_dict_with_steps(self: Any) -> Any:
         complete_states(self.optimizer)
-        return state_dict(self)
+        if self.optimizer.state:
+            return state_dict(self)
+        # This rank has no parameter of the optimizer, and Megatron would not find a step count.
+        self.optimizer.state["no parameter"] = {"step": torch.tensor(0.0)}
+        try:
+            return state_dict(self)
+        finally:
+            del self.optimizer.state["no parameter"]
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> Any:
         group_index, order = self.model_param_group_index_map[model_param]

@@ -13,6 +13,7 @@ from invrl.errors import ActorDiedError, DeadlineError, InvrlError, ServerError,
 from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
+from invrl.host.lived_time import lived_wait
 from invrl.host.ray_memory import killed_for_memory
 
 Answer = TypeVar("Answer")
@@ -53,9 +54,7 @@ class RankCalls:
         raises the cause."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
-            done, pending = await asyncio.wait(
-                tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            done, pending = await lived_wait(tasks.values(), timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if pending and any(_may_follow(task.exception()) for task in done):
                 await _wait_for_death(pending)
             failures = {

@@ -19,7 +19,7 @@ from invrl.errors import TrainError
 from invrl.file_entry import FileEntries
 from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train import device
-from invrl.train.adamw_steps import complete_states, note_step_of_zero
+from invrl.train.adamw_steps import complete_states, steps_made, write_steps
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.model import PolicyModel
 
@@ -90,14 +90,14 @@ class Trained:
             name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._chunks.items()
         }
         parts = self._optimizer.chained_optimizers
-        plain: list[int] = []
-        for place, part in enumerate(parts):
+        for part in parts:
             if isinstance(part.optimizer, torch.optim.AdamW) and not isinstance(part, DistributedOptimizer):
                 complete_states(part.optimizer)
-                plain.append(place)
         optimizer: Any = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        for place in plain:
-            note_step_of_zero(optimizer if len(parts) == 1 else optimizer[place])
+        steps = _steps_of_all_ranks(parts)
+        for place, part in enumerate(parts):
+            of_part = optimizer if len(parts) == 1 else optimizer[place]
+            write_steps(of_part, steps, is_distributed=isinstance(part, DistributedOptimizer))
         return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -107,6 +107,13 @@ class Trained:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.num_steps = 0  # Megatron adds the saved number to it
         self._schedule.load_state_dict(state["schedule"])
+
+
+def _steps_of_all_ranks(parts: Sequence[Any]) -> float:
+    """The steps of the rank that has made the most. Called on all ranks together."""
+    steps = torch.tensor([steps_made([part.optimizer for part in parts])], device=device.device())
+    torch.distributed.all_reduce(steps, torch.distributed.ReduceOp.MAX)
+    return steps.item()
 
 
 class Saving:

@@ -124,11 +124,10 @@ class _DetailReader:
             if turn_id:
                 numbers.setdefault(turn_id, {})[name] = number
         try:
-            recorded = [of_turn for member in family for of_turn in self._store.recorded_turns(member)]
+            recorded = self._store.recorded_turns(*family)
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
             raise RunStoreError(f"the turns of {self._row['session_id']} are damaged: {error}") from error
         explanations = self._explanations(recorded)
-        recorded.sort(key=lambda of_turn: of_turn[0].finished_at)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
         rows: list[Row] = []
         for turn, messages, tools in recorded:

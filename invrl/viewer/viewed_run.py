@@ -13,7 +13,7 @@ import re
 import sqlite3
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,6 +22,7 @@ from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
 from invrl.near_path import fix_of_path
+from invrl.observe.collapse import COLLAPSE_METRICS, collapse
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
@@ -352,6 +353,14 @@ class ViewedRun:
             return {}
         return content if isinstance(content, dict) else {}
 
+    def _rows(self, names: Sequence[str]) -> list[dict[str, float | None]]:
+        """These metrics, step by step."""
+        rows: dict[int, dict[str, float | None]] = {}
+        for name, points in self.metrics.series(names).items():
+            for step, _, value in points:
+                rows.setdefault(step, {"step": step})[name] = value
+        return [rows[step] for step in sorted(rows)]
+
     def _notes(self) -> list[str]:
         notes = [self._store_error, self._config_error, self.failure]
         if self.index_state.error != self._store_error:
@@ -360,6 +369,7 @@ class ViewedRun:
             notes.append(f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out")
         if self.metrics.ends_incomplete and not self.folder.is_worked_in():
             notes.append("the last line of metrics.jsonl is incomplete and left out")
+        notes.append(collapse(self._rows(COLLAPSE_METRICS)))
         return [note for note in notes if note]
 
 

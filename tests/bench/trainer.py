@@ -17,7 +17,8 @@ import torch
 from invrl.bench.hugging_face_step import HuggingFaceStep, pad_batch
 from invrl.bench.ratios import Speeds
 from invrl.bench.step_program import measure_steps, start_rank
-from invrl.run.config import Config, load_resolved
+from invrl.run.config import Config
+from invrl.run.resolved_config import load_resolved
 from invrl.store.batch_file import load_batch
 from invrl.train.config import TrainConfig
 from invrl.train.sharding import shard_batch

@@ -137,25 +137,32 @@ def test_killed_run_on_files_resumes_bit_for_bit(place: Path, whole: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_interrupted_run_on_files_saves_its_weights(place: Path) -> None:
-    """Ctrl-C in the terminal."""
+def test_an_interrupted_run_resumes_where_it_was(place: Path) -> None:
+    """Ctrl-C in the terminal, before a checkpoint was due."""
     run = place / "runs" / "interrupted"
-    command = [sys.executable, "-m", "invrl.cli", "train", *flags("interrupted"), "--num-steps", "100"]
+    command = [sys.executable, "-m", "invrl.cli", "train", *flags("interrupted")]
+    command += ["--num-steps", "100", "--save-interval", "100"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     driver = subprocess.Popen(command, env=env, cwd=place, stdout=subprocess.PIPE, text=True)
     wait_for_rows(driver, run, 3)
     driver.send_signal(signal.SIGINT)
     said, _ = driver.communicate(timeout=120)
     assert driver.returncode == 130
-    [saved] = (run / "checkpoints").glob("model-*")
-    assert f"model of step {int(saved.name[-6:])}" in said
-    assert (saved / "model.safetensors").is_file()
+    saved = sorted((run / "checkpoints").glob("step-*"))[-1]
+    step = int(saved.name[-6:])
+    assert step >= 2
+    assert f"a run resumes from step {step}" in said
+    assert (saved / "hugging_face/model.safetensors").is_file()
     left = [
         process.info
         for process in psutil.process_iter(["pid", "cmdline"])
         if str(run) in str(process.info["cmdline"])
     ]
     assert not left
+    said = invrl(place, "resume", str(run), "--num-steps", str(step + 1))
+    assert f"resuming from the checkpoint of step {step} of {step + 1}" in said
+    last_row = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last_row)["step"] == step + 1
 
 
 @pytest.mark.slow

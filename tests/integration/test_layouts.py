@@ -491,6 +491,48 @@ def test_checkpoint_is_loaded_by_any_layout(
     assert gap < (BOUND if saving != loading else 1e-12), name
 
 
+@pytest.mark.parametrize(
+    ("family", "saving", "loading", "sharded"),
+    first_quick(
+        [
+            ("deepseek_v3", PP2, ONE, True),
+            ("deepseek_v3", PP2, ONE, False),
+            ("deepseek_v3", ONE, PP2, True),
+            ("deepseek_v3", ONE, PP2, False),
+            ("glm4_moe", PP2, PP2, True),
+            ("glm4_moe", PP2, TP2, False),
+            ("glm4_moe", PP2_DP2, EP2, True),
+            ("glm4_moe", EP2_PP2, ONE, True),
+            ("qwen3_moe", PP2, ONE, True),
+            ("qwen3_moe", PP2_DP2, PP2, False),
+        ]
+    ),
+    ids=case_title,
+)
+def test_a_stage_without_experts_saves_and_loads_what_the_others_have(
+    pool: RankPool,
+    tmp_path: Path,
+    family: str,
+    saving: ParallelLayout,
+    loading: ParallelLayout,
+    sharded: bool,
+) -> None:
+    """The first layer is dense, so the optimizer of the experts is empty on the first of two stages. Two
+    steps after the checkpoint every weight is as without it."""
+    model = make_family_model(tmp_path / "model", family, num_hidden_layers=2, num_key_value_heads=4)
+    train = settings(sharded=sharded)
+    trainer = pool.build(model, layout=saving, train=train, megatron=SMOOTH)
+    trainer.train(BATCHES[0], steps=3)
+    trainer.each("save", str(tmp_path / "saved"))
+    trainer.train(BATCHES[1], steps=2)
+    expected = trainer.weights()
+    resumed = pool.build(model, layout=loading, train=train, megatron=SMOOTH)
+    resumed.each("load", str(tmp_path / "saved"))
+    resumed.train(BATCHES[1], steps=2)
+    gap, name = worst(resumed.weights(), expected)
+    assert gap < (BOUND if saving != loading else 1e-12), name
+
+
 @pytest.mark.slow
 def test_exporting_experts_needs_the_memory_of_one_bucket(pool: RankPool, tmp_path: Path) -> None:
     model = make_family_model(

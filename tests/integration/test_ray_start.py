@@ -27,7 +27,7 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import ray
 from invrl.run.ray_session import start_ray
-from invrl.run.config import load_resolved
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 folder = RunFolder(path=Path(sys.argv[1]))
@@ -129,7 +129,7 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import ray
 from invrl.run.ray_session import start_ray
-from invrl.run.config import load_resolved
+from invrl.run.resolved_config import load_resolved
 from invrl.host.ray_watch import raylet_question
 from invrl.store.run_folder import RunFolder
 
@@ -225,7 +225,7 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import psutil, ray
 from invrl.run.ray_session import start_ray
-from invrl.run.config import load_resolved
+from invrl.run.resolved_config import load_resolved
 from invrl.errors import ServerError
 from invrl.store.run_folder import RunFolder
 

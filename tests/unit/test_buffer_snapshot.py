@@ -247,3 +247,38 @@ class TestLineage:
         store.write([self.entry(n, group, state, batch) for n, (group, state, batch) in enumerate(entries)])
         with pytest.raises(BufferStateError, match=message):
             check_lineage(read_ledger(tmp_path / "run.sqlite"), ended=True)
+
+
+@pytest.mark.parametrize(
+    ("reached", "is_trained", "state"),
+    [
+        (1, True, RolloutState.TRAINED),  # interrupted after the batch was trained, and the buffer knows
+        (
+            1,
+            False,
+            RolloutState.TRAINED,
+        ),  # trained, and the loop could not say so
+        (0, False, RolloutState.DROPPED),  # interrupted before the trainer got it
+    ],
+)
+def test_a_run_that_is_interrupted_with_a_batch_out_has_a_snapshot(
+    reached: int, is_trained: bool, state: RolloutState
+) -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(batch=1, source=tasks(), entries=entries)
+    [lease] = lease_all(buffer)
+    complete(buffer, lease.group_id)
+    batch = buffer.take()
+    assert batch is not None
+    with pytest.raises(BufferStateError):
+        buffer.snapshot(WeightVersion(reached))
+    if is_trained:
+        buffer.trained(batch.batch_id)
+    buffer.settle(WeightVersion(reached))
+    assert entries[-1].state is state
+    saved = through_bytes(buffer, reached)
+    again = make(batch=1, source=tasks(), entries=[])
+    again.restore(saved, [])
+    go_on(again, reached)
+    [next_lease] = lease_all(again)
+    assert next_lease.group_id != lease.group_id

@@ -40,8 +40,8 @@ class Outbox:
     def close(self) -> None:
         pass
 
-    def without_tokens(self, summaries: list[RolloutSummary]) -> set[str]:
-        return set()
+    def without_tokens(self, summaries: list[RolloutSummary]) -> dict[str, str]:
+        return {}
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         if self.broken:

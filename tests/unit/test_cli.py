@@ -22,8 +22,9 @@ from invrl.cli import main as cli
 from invrl.cli.command_settings import settings_of
 from invrl.errors import ConfigError, ServerError
 from invrl.run import supervisor
-from invrl.run.config import Config, ModelConfig, Source, load_resolved, resolve
+from invrl.run.config import Config, ModelConfig, Source, resolve
 from invrl.run.driver_commands import INCARNATION_COMMAND
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]

@@ -22,8 +22,9 @@ from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import GatewayConfig
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.rollout.tasks import held_out_only
-from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
+from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, resolve
 from invrl.run.folder import make_run_folder
+from invrl.run.resolved_config import load_resolved
 from invrl.run.train import run_incarnation
 from invrl.store.run_folder import RunFolder
 

@@ -348,6 +348,10 @@ def test_torn_last_metrics_line_does_not_count_as_damage(tmp_path: Path) -> None
 def test_missing_metrics_are_reported_after_the_first_step(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     assert folder.rewind_metrics(0) == ""
+    folder.metrics_path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 4)))
+    assert folder.rewind_metrics(3) == ""
+    assert "was cut: it has no rows of steps 4 to 6" in folder.rewind_metrics(6)
+    assert folder.rewind_metrics(2) == "rows of steps 3 to 3 are cut from metrics.jsonl"
     folder.metrics_path.unlink()
     assert "is missing" in folder.rewind_metrics(4)
     assert folder.metrics_path.read_bytes() == b""

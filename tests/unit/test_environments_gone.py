@@ -1,19 +1,19 @@
 """An environment that leased a task and is not heard of again: its sessions end before their time, and only
-its own. Hours pass by moving the gateway's clock."""
+its own. Hours pass by moving the time that the gateway has lived through."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from running_gateway import ASK, Running, eventually, running
 
-from invrl.gateway import session_record
+from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
+from invrl.host.lived_time import LivedTime
 from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.types import FailedRollout, GroupLease, GroupMember, Session, Task
@@ -21,23 +21,21 @@ from invrl.types import FailedRollout, GroupLease, GroupMember, Session, Task
 IDLE_S = 900.0
 
 
-class MovedClock:
-    """Stands where the gateway's modules import `time`."""
+class MovedClock(LivedTime):
+    """Has lived through as much more as a test says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.moved_s = 0.0
 
-    def time(self) -> float:
-        return time.time() + self.moved_s
+    def now(self) -> float:
+        return super().now() + self.moved_s
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
-    moved = MovedClock()
-    monkeypatch.setattr(lifecycle, "time", moved)
-    monkeypatch.setattr(session_record, "time", moved)
     monkeypatch.setattr(lifecycle, "_EXPIRY_INTERVAL_S", 0.01)
-    return moved
+    return MovedClock()
 
 
 class Outside:
@@ -70,7 +68,11 @@ class Outside:
 async def outside(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock
 ) -> AsyncIterator[Outside]:
-    limits = {"session_ttl_s": 1e6, "session_idle_timeout_s": IDLE_S}
+    limits = {
+        "session_ttl_s": 1e6,
+        "session_idle_timeout_s": IDLE_S,
+        "place": WorkerPlace(lived_time=clock),
+    }
     async with running(tmp_path, model, renderer, leases=True, **limits) as gateway:
         yield Outside(gateway, tmp_path)
 
@@ -161,7 +163,11 @@ async def test_running_generation_is_a_sign_of_life(outside: Outside, clock: Mov
 async def test_idle_timeout_ends_only_sessions_leased_for_training(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock
 ):
-    limits = {"session_ttl_s": 1e6, "session_idle_timeout_s": IDLE_S}
+    limits = {
+        "session_ttl_s": 1e6,
+        "session_idle_timeout_s": IDLE_S,
+        "place": WorkerPlace(lived_time=clock),
+    }
     async with running(tmp_path / "out", model, renderer, leases=True, **limits) as gateway:
         outside = Outside(gateway, tmp_path / "out")
         [served] = await gateway.open(purpose="serve")
@@ -177,7 +183,8 @@ async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock, changes: dict
 ):
     settings = {"session_idle_timeout_s": IDLE_S, "session_ttl_s": 1e6, **changes}
-    async with running(tmp_path, model, renderer, **settings) as gateway:
+    place = WorkerPlace(lived_time=clock)
+    async with running(tmp_path, model, renderer, place=place, **settings) as gateway:
         if settings["leases"]:
             [session] = await Outside(gateway, tmp_path).open("g")
         else:

@@ -28,7 +28,8 @@ from invrl.rollout.evaluation import (
     wilson_interval,
 )
 from invrl.rollout.tasks import held_out_only, load_eval_sets
-from invrl.run.config import load_resolved, resolve
+from invrl.run.config import resolve
+from invrl.run.resolved_config import load_resolved
 from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
 
 

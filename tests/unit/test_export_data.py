@@ -25,6 +25,7 @@ from invrl.datasets.samples import RowTokenizer
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.reasons import DropReason, FailureReason
+from invrl.store.row_checksums import delivered_item
 from invrl.store.run_store import RunStore
 from invrl.types import Session, TrainSample, Turn
 
@@ -493,6 +494,7 @@ async def test_rollout_with_an_undelivered_last_reply_is_left_out(
     last = turns_of(run, session)[-1]
     with contextlib.closing(sqlite3.connect(run.folder.store_path)) as db, db:
         db.execute("UPDATE turns SET delivered=0 WHERE id=?", (last.id,))
+        db.execute("DELETE FROM checksums WHERE item=?", (delivered_item(last.id),))
     assert await exported(run) == 2
     assert "its last reply did not reach the agent, or may not be trained" in capsys.readouterr().err
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from dispatcher_parts import until
+from stepped_clock import SteppedClock
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS
+from invrl.host.lived_time import LivedTime
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.session_client import SessionClient
@@ -83,7 +85,7 @@ def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> 
     assert opened(writer, of, first, third)
     assert not opened(writer, of, third)
     assert [s.session.index for s in RunStore(tmp_path / "run.sqlite").live_sessions()] == [0, 2]
-    assert [(f.index, f.reason) for f in store.expire(2.0)] == [(1, "timeout")]
+    assert [(f.index, f.reason) for f in store.expire(store.taken())] == [(1, "timeout")]
     assert not opened(writer, of, second)
     store.offer(lease("h"))
     abandon_open_sessions(tmp_path / "run.sqlite")
@@ -121,13 +123,21 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
     sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
-    offers = ExternalDispatcher(held, store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
+    clock = SteppedClock()
+    offers = ExternalDispatcher(
+        held,  # type: ignore[arg-type]
+        store,
+        RunStore(tmp_path / "run.sqlite"),
+        sessions,
+        timeout_s=60.0,
+        lived_time=LivedTime(clock=clock),
+    )
     writer = RunStoreWriter(tmp_path / "run.sqlite")
     offers.start()
-    taken, long_ago = [], time.time() - 3600
+    taken = []
 
     def take() -> bool:
-        if (one := store.take(long_ago if not taken else time.time())) is not None:
+        if (one := store.take(time.time())) is not None:
             taken.append(one)
         return len(taken) == 2
 
@@ -135,6 +145,10 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     assert [one.group_id for one in taken] == ["g0", "g1"]
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
+    clock.step(7200.0)  # the driver was stopped: nobody could open a session
+    await asyncio.sleep(0.3)
+    assert not buffer.events.failed
+    clock.pace_s = 5.0
     await until(lambda: buffer.events.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)

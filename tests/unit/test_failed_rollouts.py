@@ -200,7 +200,7 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     buffer.record(replace(other.partial, group_id=lease.group_id, index=1, reward=1.0))
     taken = buffer.take()
     assert taken is not None
-    assert store.without_tokens(taken.groups[0].rollouts_G) == set()
+    assert store.without_tokens(taken.groups[0].rollouts_G) == {}
     rollouts = store.taken_rollouts(taken)
     assert [rollout.summary.reward for rollout in rollouts] == [-2.0, 1.0]
     batch = build_batch(taken, rollouts, advantage_function("dr_grpo"), 1e-6)

@@ -272,9 +272,8 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
     deadline = answer.json()["deadline"]
     db = sqlite3.connect(life.store)
     with db:  # the worker died between this reward and what follows from it
-        db.execute(
-            "UPDATE sessions SET reward=0.25, components='{}', reward_deadline=? WHERE id=?", (0.0, stored.id)
-        )
+        db.execute("UPDATE sessions SET reward=0.25, components='{}' WHERE id=?", (stored.id,))
+        db.execute("UPDATE session_times SET reward_deadline=0 WHERE session_id=?", (stored.id,))
     db.close()
     async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
@@ -307,9 +306,8 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
         refused = await gateway.env(
             "/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "two"}
         )
-        assert refused.status_code == 409
-        assert refused.json()["error"]["code"] == "not_leased"
-        assert store.expire(float("inf")) == []
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
+        assert store.taken() == []
     store.close()
 
 

@@ -40,7 +40,7 @@ def registry(max_open: int = 8) -> SessionRegistry:
 def opened(book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train") -> list[SessionRecord]:
     terms = SessionTerms(task_id="t", group_id="g", purpose=purpose, sampling=Sampling())
     group = Opening(terms=terms, members=MEMBERS)
-    return book.open(group, now)
+    return book.open(group, now=now, opened_at=now)
 
 
 def test_a_key_opens_its_own_session_only():
@@ -99,10 +99,10 @@ def test_request_id_opens_new_sessions_in_another_incarnation():
         again = SessionRegistry(
             max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", incarnation=incarnation
         )
-        incarnations[incarnation] = [record.session for record in book.open(group, 0.0)]
-        assert [record.session for record in again.open(group, 0.0)] == incarnations[incarnation], (
-            "one incarnation, two workers"
-        )
+        incarnations[incarnation] = [record.session for record in book.open(group, now=0.0, opened_at=0.0)]
+        assert [record.session for record in again.open(group, now=0.0, opened_at=0.0)] == incarnations[
+            incarnation
+        ], "one incarnation, two workers"
         assert [record.session for record in book.reopened(group)] == incarnations[incarnation]
     for first, second in zip(incarnations["first"], incarnations["second"], strict=True):
         assert first.id != second.id

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 from loop_parts import EmptyBatches, FixedSteps, Notes
+from test_buffer_examples import summary
 
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import time_metrics
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
-from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import (
+    Group,
+    RolloutSummary,
+    TakenBatch,
+    TrainBatch,
+    TrainSample,
+    WeightUpdate,
+    WeightVersion,
+)
 
 
 @pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
@@ -42,6 +52,66 @@ async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version
     assert skipped == silent
     assert synced == [1, 2, 3, 4]
     assert buffer.versions == [1, 2, 3]
+
+
+class OneReplyEach(EmptyBatches):
+    """Batches of three groups of two rollouts, whose rewards are equal in each group."""
+
+    async def take(self) -> TakenBatch:
+        groups: list[Group] = []
+        for number in range(3):
+            rollouts_G = tuple(summary(f"g{number}", index, reward=float(number > 0)) for index in range(2))
+            groups.append(Group(id=f"g{number}", task_id="t", rollouts_G=rollouts_G))
+        version = WeightVersion(len(self.versions))
+        return TakenBatch(batch_id=version, version=version, groups=tuple(groups))
+
+
+def sampled(rollout: RolloutSummary, token: int) -> TrainSample:
+    """A row whose only trained token is this one."""
+    return TrainSample(
+        tokens_T=np.array([1, token], np.int32),
+        loss_mask_T=np.array([False, True]),
+        rollout_logprobs_T=np.zeros(2, np.float32),
+        versions_T=np.array([-1, 0], np.int32),
+        reward=rollout.reward,
+        temperature=1.0,
+        group_id=rollout.group_id,
+        rollout_id=rollout.session_id,
+        attempt=0,
+        turn_ids=(),
+    )
+
+
+async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
+    """Two replies to each task in the first step, one in the others."""
+    observer = Notes()
+
+    async def sync(version: WeightVersion) -> WeightUpdate:
+        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+
+    async def save(step: int, snapshot: bytes) -> None: ...
+
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        samples: list[TrainSample] = []
+        for number, group in enumerate(taken.groups):
+            for rollout in group.rollouts_G:
+                token = 10 * number + (rollout.index if step == 1 else 0)
+                samples.append(sampled(rollout, token))
+        return TrainBatch(
+            batch_id=taken.batch_id,
+            version=taken.version,
+            samples=tuple(samples),
+            advantages=(np.zeros(2, np.float32),) * len(samples),
+        )
+
+    learner = Learner(trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync, save=save)
+    parts = Parts(buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner)
+    await run_loop(parts, done=0, num_steps=6)
+    told = [note.partition(":")[0] for note in observer.notes if "no weight was changed" in note]
+    assert told == ["step 2", "step 3", "step 4"]
+    [collapsed] = [note for note in observer.notes if "collapsed" in note]
+    assert collapsed.startswith("step 4: the policy has collapsed: since step 2")
+    assert observer.notes[-1] == collapsed
 
 
 async def test_batch_is_assembled_outside_of_the_event_loop() -> None:

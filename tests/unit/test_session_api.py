@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,16 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
+from stepped_clock import SteppedClock
 from test_bad_requests import CHUNKED, Upload
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags
+from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import Opened, OpenedSession, Rewarded, SessionView
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
+from invrl.host.lived_time import LivedTime
 from invrl.reasons import FailureReason
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
@@ -305,16 +306,20 @@ async def test_session_past_its_reward_deadline_is_dropped_with_a_reason(
 
 @pytest.mark.parametrize("policy", ["drop", "accept"])
 async def test_expired_session_ends_according_to_its_state(
-    tmp_path: Path, model: Path, renderer: Renderer, policy: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, renderer: Renderer, policy: str
 ):
-    options = {"late_reward": policy, "reward_deadline_s": 600.0}
-    later = time.time() + 2000
+    clock = SteppedClock()
+    options = {
+        "late_reward": policy,
+        "reward_deadline_s": 600.0,
+        "place": WorkerPlace(lived_time=LivedTime(clock=clock)),
+    }
     async with running(tmp_path, model, renderer, **options) as gateway:
-        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 1000})
+        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 8})
         for session in (silent, rewarded):
             await chat(gateway, session)
         await post(gateway, f"/sessions/{rewarded.id}/reward", {"reward": 0.5})
-        monkeypatch.setattr(lifecycle, "time", SimpleNamespace(time=lambda: later))
+        clock.step(9.0)
         await eventually(lambda: gateway.store.closed_session(rewarded.id) is not None)
         shown = (await gateway.env(f"/sessions/{silent.id}")).json()
         answer = await post(gateway, f"/sessions/{silent.id}/reward", {"reward": 0.25})
@@ -564,7 +569,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
             409,
             "not_leased",
         )
-        assert store.expire(float("inf")) == []
+        assert store.taken() == []
         evaluation = opening | {"purpose": "eval", "members": [{"index": 0}]}
         assert (await post(gateway, "/sessions", evaluation)).status_code == 201
         # A refusal for lack of room leaves the lease as it is.
@@ -572,7 +577,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
         assert (await post(gateway, "/tasks/lease", {})).json()["lease"]["group_id"] == "g4"
         full = await post(gateway, "/sessions", opening | {"group_id": "g4"})
         assert code(full) == (429, "too_many_sessions")
-        assert [failure.group_id for failure in store.expire(float("inf"))] == ["g4", "g4"]
+        assert [place.group_id for place in store.taken()] == ["g4", "g4"]
         store.close()
 
 

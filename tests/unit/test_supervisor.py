@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from invrl.run.config import load_resolved
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 from invrl.run.supervisor import Supervisor
 

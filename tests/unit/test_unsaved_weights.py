@@ -61,6 +61,43 @@ async def test_interrupted_run_saves_weights_newer_than_its_checkpoint(tmp_path:
     assert "there is no checkpoint to resume from" in where
 
 
+async def test_an_interrupted_run_resumes_from_the_step_that_it_had_reached(tmp_path: Path) -> None:
+    """Before its first checkpoint too."""
+
+    async def take_snapshot(step: int) -> bytes:
+        return b"after step %d" % step
+
+    notes: list[str] = []
+    await save_unsaved_weights(
+        cast(Any, EndedTrainer(2)),
+        Checkpoints(tmp_path),
+        first_step=0,
+        timeout_s=120.0,
+        note=notes.append,
+        take_snapshot=take_snapshot,
+    )
+    newest = Checkpoints(tmp_path).newest_whole(pytest.fail, tmp_path / "no model")
+    assert newest is not None
+    assert (newest.step, newest.buffer.read_bytes()) == (2, b"after step 2")
+    assert (newest.megatron / "state").read_text() == "2"
+    assert "a run resumes from step 2" in notes[-1]
+
+
+async def test_the_weights_are_saved_alone_where_the_buffer_has_died(tmp_path: Path) -> None:
+    async def no_answer(_step: int) -> bytes:
+        raise TrainError("the buffer died")
+
+    await save_unsaved_weights(
+        cast(Any, EndedTrainer(2)),
+        Checkpoints(tmp_path),
+        first_step=0,
+        timeout_s=120.0,
+        note=lambda _: None,
+        take_snapshot=no_answer,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["model-000002"]
+
+
 async def test_unsaved_steps_count_from_the_incarnations_first_checkpoint(tmp_path: Path) -> None:
     before = Checkpoints(tmp_path)
     await before.save(cast(Any, EndedTrainer(4)), 4, b"")

@@ -8,8 +8,8 @@ from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
 from invrl.observe.report import has_curve, trainer_memory, write_report
 from invrl.observe.report_page import page
-from invrl.run.config import load_resolved
 from invrl.run.report_contents import read_contents
+from invrl.run.resolved_config import load_resolved
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 

@@ -10,7 +10,8 @@ from invrl.errors import ConfigError
 from invrl.observe.sample_changes import changes, first_ids
 from invrl.observe.samples import Sample, by_reward, evaluated_steps, read_samples, spread, trained_steps
 from invrl.observe.samples_text import changes_json, describe_changes, describe_samples, samples_json
-from invrl.run.config import load_resolved, nearest
+from invrl.run.config import nearest
+from invrl.run.resolved_config import load_resolved
 from invrl.run.store_check import check_store
 from invrl.store.run_store import RunStore
 

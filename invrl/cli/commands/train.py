@@ -9,6 +9,7 @@ from invrl.cli.run_process import checked_configuration, driver_of, log_to_folde
 from invrl.run import supervisor
 from invrl.run.driver_commands import USAGE_EXIT
 from invrl.run.folder import hold_run_folder
+from invrl.run.resolved_config import load_resolved
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -39,6 +40,7 @@ def resume(arguments: Sequence[str]) -> None:
     differ (--num-steps, --save-interval, --max-restarts, --progress); any other change of the
     configuration is refused."""
     folder = read_run_folder(arguments)
+    load_resolved(folder.config_path)  # refuses a file that was changed
     place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
     train(["--config", str(folder.config_path), *place, *arguments[1:]])
 

@@ -4,7 +4,7 @@ The supervisor and the event loop of each worker count up a number of their own.
 workers' numbers; the process that started the gateway checks the supervisor's. A process whose number has not
 changed for `heartbeat_timeout_s` is stopped or hangs: it is killed and replaced like one that died. The page
 also tells the workers that the run has ended, and which version of the weights is the newest; the workers
-count in it how often an engine has answered wrongly.
+count in it how often an engine has answered wrongly, and the time that each worker's place has lived through.
 Invariant: a suspended machine or a stopped watcher makes no process count as silent: of the time between two
 checks, at most a quarter of the timeout counts."""
 
@@ -32,11 +32,11 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPage:
-    """An array of uint64. The supervisor and each of `workers` workers have four words: the number of their
+    """An array of uint64. The supervisor and each of `workers` workers have five words: the number of their
     heartbeats, how often the process was killed because they stopped, how many wrong answers of engines it
-    has got, and how often it has ended by itself. Then comes the newest version of the weights. The last word
-    is not 0 once the run has ended. `file`: the open file that `create` returned, which child processes
-    inherit."""
+    has got, how often it has ended by itself, and the time that its place has lived through (`LivedTime`).
+    Then comes the newest version of the weights. The last word is not 0 once the run has ended. `file`: the
+    open file that `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -77,6 +77,11 @@ class HeartbeatPage:
         """How often a process in this place has ended without being killed for its silence."""
         return self._words[3 * self._places + place]
 
+    def lived_word(self, number: int) -> memoryview:
+        """Where worker `number`, and those that replace it, count the time that they have lived through."""
+        position = 4 * self._places + worker_place(number)
+        return self._words[position : position + 1]
+
     def beat(self, place: int) -> None:
         self._words[place] += 1
 
@@ -97,7 +102,7 @@ class HeartbeatPage:
 
 
 def _page_bytes(workers: int) -> int:
-    return _WORD_BYTES * (4 * (workers + 1) + 2)
+    return _WORD_BYTES * (5 * (workers + 1) + 2)
 
 
 class SilenceWatch:

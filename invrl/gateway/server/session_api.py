@@ -142,7 +142,7 @@ class SessionRoutes:
         if outcome is not None:
             return outcome
         assert record.reward_deadline is not None
-        unrewarded = bodies.Unrewarded(session_id=session_id, deadline=record.reward_deadline)
+        unrewarded = bodies.Unrewarded(session_id=session_id, deadline=record.reward_deadline.unix_s)
         return JSONResponse(unrewarded.model_dump(), 202)
 
     async def abort_session(self, request: Request, session_id: str, body: bodies.AbortBody) -> Outcome:

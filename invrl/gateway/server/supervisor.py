@@ -32,6 +32,7 @@ from invrl.gateway.server.heartbeat_page import (
 )
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.descendants import die_with_parent
+from invrl.host.lived_time import LivedTime
 from invrl.host.process import RestartLimit
 from invrl.store.schema import connect
 
@@ -127,6 +128,7 @@ class _Workers:
             urls=self._urls,
             open_sessions=self._open_sessions,
             starts=self._starts[number],
+            lived_time=LivedTime(self._heartbeats.lived_word(number)),
         )
         work = partial(
             serve,

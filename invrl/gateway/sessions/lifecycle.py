@@ -23,7 +23,7 @@ from invrl.gateway.sessions.rollout_summary import failed, summarise, token_coun
 from invrl.gateway.turns.turns import Turns
 from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
-from invrl.store.rows import SessionState
+from invrl.store.rows import RewardDeadline, SessionState
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     FailedRollout,
@@ -83,11 +83,11 @@ class Lifecycle:
         leased, 410 once the run has ended."""
         if opening.terms.purpose == "train":
             self._check_training(opening)
-        now = time.time()
         earlier = self.registry.reopened(opening)
         if earlier:
             return await self._open_again(earlier)
-        records = self.registry.open(opening, now)
+        now = self.registry.lived_time.now()
+        records = self.registry.open(opening, now=now, opened_at=time.time())
         # Before the commit: after it, other processes see the sessions in the store and may end them.
         for record in records:
             self.turns.open(record)
@@ -204,10 +204,10 @@ class Lifecycle:
     async def expire_forever(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            await self.expire(time.time())
+            await self.expire(self.registry.lived_time.now())
 
     async def expire(self, now: float) -> None:
-        """Ends the sessions whose time is up at `now` (Unix seconds). They end concurrently, because closing
+        """Ends the sessions whose time is up at `now` (lived seconds). They end concurrently, because closing
         a session whose client does not read its answer takes `_SETTLE_S`."""
         overdue = self.registry.expired(now)
         endings = [self._expire(record) for record in overdue]
@@ -291,7 +291,7 @@ class Lifecycle:
             conversation = self.turns.conversation_to_close(member)
             turns += conversation.turns
             delivered.update(conversation.delivered)
-        now = time.time()
+        now = self.registry.lived_time.now()
         train_auxiliary = self.policy.train_auxiliary_roots
         if failure is not None:
             outcome: Outcome = failed(record, failure.reason, failure.detail)
@@ -318,7 +318,9 @@ class Lifecycle:
         """Lets a finished session wait for its reward. Does nothing if it waits already."""
         if record.state != "open":
             return
-        deadline = now + self.policy.reward_deadline_s
+        deadline = RewardDeadline(
+            lived_s=now + self.policy.reward_deadline_s, unix_s=time.time() + self.policy.reward_deadline_s
+        )
         self.registry.wait(record, deadline)
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
 

@@ -45,7 +45,7 @@ def summarise(
     train_auxiliary: bool = True,
     needs_reward: bool = True,
 ) -> Outcome:
-    """The outcome of a session that is finished at `now` (Unix seconds).
+    """The outcome of a session that is finished at `now` (lived seconds).
 
     `turns` are the turns of its family. `delivered` has the ids of the turns whose answer reached the client.
     The versions in the summary are those of tokens that may be trained. A session without such tokens fails
@@ -123,7 +123,7 @@ def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutS
         forks=fork_counts.total(),
         counts=record.counts + fork_counts,
         started_at=record.opened_at,
-        finished_at=now,
+        finished_at=record.opened_at + now - record.lived_at_opening,
         turn_rewards=rewards.of_turns,
         branch_rewards=rewards.of_branches,
         turn_levels=rewards.turn_levels,

@@ -97,6 +97,7 @@ class Generation:
         self.cached_tokens = 0
         """Prompt tokens that the engine had in its cache; known with the first piece."""
         self.started_at = time.time()
+        self._began = time.monotonic()
         self._sampler = sampler
         self._commit = commit
         self._parser = parser
@@ -373,7 +374,7 @@ class Generation:
             constrained=proposal.constrained,
             grammar=proposal.grammar,
             started_at=self.started_at,
-            finished_at=time.time(),
+            finished_at=self.started_at + time.monotonic() - self._began,
         )
 
 

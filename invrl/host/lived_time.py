@@ -1,0 +1,61 @@
+"""Time that a process has lived through: what deadlines of sessions and leases are measured in.
+
+The clock of the machine is for people. It jumps when it is set, and when a machine wakes up; the monotonic
+clock does not, but goes on while a process is stopped. Nobody could make a call in such a gap, so no deadline
+may pass in it. Invariant: whatever happened between two looks at the clock, at most `_LONGEST_GAP_S` of it
+count."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
+
+_LONGEST_GAP_S = 10.0
+"""More than a busy process needs from one look to the next, and less than a deadline that anybody sets."""
+_MICROSECONDS = 1_000_000
+
+
+class LivedTime:
+    """Has to be looked at regularly. `word`: one uint64 of memory that outlives the process, in which a later
+    process with the same word goes on counting microseconds; by default the count begins at 0."""
+
+    def __init__(
+        self, word: memoryview | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
+        self._clock = clock
+        self._last_look = clock()
+
+    def now(self) -> float:
+        """Seconds that were lived through. They never decrease."""
+        now = self._clock()
+        elapsed_s = min(now - self._last_look, _LONGEST_GAP_S)
+        self._last_look = now
+        self._word[0] += round(elapsed_s * _MICROSECONDS)
+        return self._word[0] / _MICROSECONDS
+
+
+async def lived_wait(
+    futures: Collection[FutureT],
+    timeout_s: float,
+    *,
+    return_when: str = asyncio.ALL_COMPLETED,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[set[FutureT], set[FutureT]]:
+    """Waits as `asyncio.wait` does, until `timeout_s` were lived through. Returns what is done and what is
+    not."""
+    lived_time = LivedTime(clock=clock)
+    while True:
+        left_s = max(0.0, timeout_s - lived_time.now())
+        slice_s = min(left_s, _LONGEST_GAP_S / 2)
+        done, pending = await asyncio.wait(futures, timeout=slice_s, return_when=return_when)
+        has_failed = any(not future.cancelled() and future.exception() for future in done)
+        if (
+            not pending
+            or not left_s
+            or (done and return_when == asyncio.FIRST_COMPLETED)
+            or (has_failed and return_when == asyncio.FIRST_EXCEPTION)
+        ):
+            return done, pending

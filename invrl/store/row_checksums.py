@@ -1,0 +1,56 @@
+"""Checksums of what is read from a run's store for training, so that a changed byte is found.
+
+SQLite finds a damaged page, not a changed byte inside a value, and no byte of a token, a log-prob or a reward
+is recognised as wrong. The checksum is xxh3 with 64 bits: against chance, not against forgery. A row of an
+earlier version has none and is read as it is; all rows of one session have one or none has."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+ADD_CHECKSUM = "INSERT OR REPLACE INTO checksums VALUES (?,?)"
+
+
+def checksum_of(*values: object) -> bytes:
+    """Of values of one row, as SQLite stores them."""
+    import xxhash
+
+    return xxhash.xxh3_64_digest(msgspec.msgpack.encode(values))
+
+
+def turn_item(turn_id: str) -> str:
+    return f"turn/{turn_id}"
+
+
+def delivered_item(turn_id: str) -> str:
+    """Is there, with an empty checksum, once the turn is marked as delivered."""
+    return f"turn/{turn_id}/delivered"
+
+
+def outcome_item(session_id: str) -> str:
+    return f"outcome/{session_id}"
+
+
+def experts_item(turn_id: str) -> str:
+    return f"turn/{turn_id}/experts"
+
+
+def top_item(turn_id: str) -> str:
+    return f"turn/{turn_id}/top"
+
+
+def numbers_item(turn_id: str, name: str) -> str:
+    return f"turn/{turn_id}/numbers/{name}"
+
+
+def whole_outcome(copies: Sequence[bytes], checksum: bytes | None) -> bytes | None:
+    """The outcome that was written, of the copies in `sessions` and `outbox`; None if it cannot be told.
+    Two of the copies and the checksum have to agree."""
+    if checksum is None:
+        return copies[0]
+    for copy in copies:
+        if checksum_of(copy) == checksum:
+            return copy
+    if len(copies) == 2 and copies[0] == copies[1]:
+        return copies[0]
+    return None
