@@ -34,7 +34,7 @@ class SessionRecord(StoredSession):
     frozen: bool = False
     """Finish or abort has begun: what the session hands over does not change any more."""
     overridden: set[str] = field(default_factory=set)
-    """Sampling parameters that a client asked for and the run did not grant."""
+    """What a client asked for and the run did not grant: sampling parameters, another model."""
     forced: Counter[str] = field(default_factory=Counter)
     """Requests that wanted the form of the reply forced, by the field that asked for it."""
     ignored: Counter[str] = field(default_factory=Counter)

@@ -126,6 +126,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
+    model: str | None = None
+    """The model that the client names; None if it names none."""
     digest: str
     """Digest of the body; a retry of the request has the same one."""
     retry: bool

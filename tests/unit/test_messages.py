@@ -443,7 +443,7 @@ async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
 
 
 async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running):
-    [session] = await gateway.open()
+    [session] = await gateway.open(purpose="serve")
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
     found = await gateway.http.get(base + "/models", headers=version)

@@ -415,8 +415,9 @@ async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
     skipped = b'{"model": "tiny", "input": "x", "metadata": {"a": "\xff"}}'
     assert (await gateway.http.post(session.base_url + "/responses", content=skipped)).status_code == 400
     assert gateway.engine.requests == []
+    [serving] = await gateway.open(purpose="serve")
     with pytest.raises(openai.NotFoundError):
-        await gateway.client(session).responses.create(model="gpt-9", input="x")
+        await gateway.client(serving).responses.create(model="gpt-9", input="x")
 
 
 async def test_replies_of_little_come_back_whole(gateway: Running, renderer: Renderer):

@@ -3,7 +3,7 @@
 Every field of the API is in exactly one of these lists:
 - honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
   `reasoning`, `item_reference` to an item of an earlier response of this session; the items of one reply
-  become one message again), `model` (must be the served one), `instructions`, `previous_response_id` (a
+  become one message again), `model` (as in chat), `instructions`, `previous_response_id` (a
   response of this session, whatever `store` said), `stream`, `max_output_tokens` (bounded by the session's
   max_new_tokens), `tools` (functions, also in a `namespace`: the model knows them as `namespace.name`),
   `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `text.format`,
@@ -87,7 +87,7 @@ class _Reasoning(msgspec.Struct):
 
 
 class _Body(wire.SamplingFields, kw_only=True):
-    model: str
+    model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -188,7 +188,7 @@ class ResponsesDialect(OpenAIDialect):
     path = "/responses"
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ResponsesRequest:
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         include = body.include or ()
         for name in include:
             if name not in _INCLUDABLE:
@@ -218,6 +218,7 @@ class ResponsesDialect(OpenAIDialect):
             sampling=self.sampling(body, body.max_output_tokens),
             stop=(),
             stream=bool(body.stream),
+            model=body.model,
             digest=wire.digest(b"responses", raw),
             ignored=ignored,
             retry=retry,

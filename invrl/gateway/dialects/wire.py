@@ -95,15 +95,13 @@ def bad_request(
 def decode(
     decoder: msgspec.json.Decoder[Body],
     raw: bytes,
-    served_model: str,
     table: FieldTable,
 ) -> tuple[Body, tuple[str, ...]]:
-    """The body of a request, and the names of its fields that are ignored. SessionError 404 if the request
-    is for another model than `served_model`."""
+    """The body of a request, and the names of its fields that are ignored."""
     _check_number_of_values(raw, "the body")
     try:
         raw.decode()  # msgspec does not check the encoding of what it skips
-        body: Any = decoder.decode(raw)
+        body = decoder.decode(raw)
         ignored = table.ignored(raw)
     except RecursionError:
         raise bad_request("the request's JSON is nested too deeply") from None
@@ -112,7 +110,6 @@ def decode(
     except msgspec.DecodeError as error:
         reason = str(error)
         raise bad_request(reason, param=_field_in(reason)) from None
-    check_model(body.model, served_model)
     return body, ignored
 
 
@@ -140,13 +137,6 @@ def _check_number_of_values(raw: bytes, name: str) -> None:
 
 def _count_signs(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-
-
-def check_model(model: str, served_model: str) -> None:
-    """SessionError 404 for a model that is not served."""
-    if model != served_model:
-        reason = f"The model `{model}` does not exist; this server has `{served_model}`."
-        raise SessionError(reason, status=404, code="model_not_found", param="model")
 
 
 def call_arguments(text: str, param: str) -> str:

@@ -111,6 +111,7 @@ class AgentEndpoint:
         is_retry = client.headers.get(_RETRY_COUNT, "0") != "0"
         parse = partial(self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn)
         request = await self.turns.threads.run(parse, size=len(body))
+        self.turns.check_model(record, request.turn.model)
         self.turns.count_ignored(record, request.turn.ignored)
         prepared = await self.turns.prepare(conversation, request.turn, size=len(body))
         self.turns.conversation(record)  # SessionError if it was closed in the meantime
@@ -179,6 +180,7 @@ class CountEndpoint(AgentEndpoint):
     async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
         parse = partial(self.dialect.parse_count, body)
         request = await self.turns.threads.run(parse, size=len(body))
+        self.turns.check_model(record, request.model)
         conversation = self.turns.conversation(record)
         tokens = await self.turns.count_tokens(conversation, request, size=len(body))
         await client.answer(200, _JSON, self.dialect.counted(tokens))

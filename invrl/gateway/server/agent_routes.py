@@ -83,8 +83,15 @@ class AgentRoutes:
         return routes
 
     async def _show_models(self, request: Request) -> Response:
-        self._session_of(request)
-        body = self.dialect_for(request).models(request.path_params.get("id", ""))
+        """The model under all its names, or under the one that the path asks for."""
+        record = self._session_of(request)
+        dialect = self.dialect_for(request)
+        name = request.path_params.get("id")
+        if name is None:
+            body = dialect.models(self._settings.model_names, self._settings.context_length)
+        else:
+            self._turns.check_model(record, name)
+            body = dialect.show_model(name, self._settings.context_length)
         return Response(body, media_type="application/json")
 
     async def _show_response(self, request: Request) -> Response:

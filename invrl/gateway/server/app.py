@@ -94,6 +94,7 @@ def make_app(
         run_seed=settings.sampling_seed,
         match_level=MatchLevel[settings.match_level.upper()],
         constrained=settings.constrained,
+        models=settings.model_names,
         recorded_top_logprobs=settings.record_top_logprobs,
     )
     lifecycle = _make_lifecycle(settings, registry, turns, store, run_ended)
