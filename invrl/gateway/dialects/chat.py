@@ -1,8 +1,8 @@
 """`/v1/chat/completions`: the wire format, in both directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (any name in
-  training and evaluation, one of the server's in serving), `stream`, `stream_options.include_usage`,
+- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (any name
+  in training and evaluation, one of the server's in serving), `stream`, `stream_options.include_usage`,
   `max_tokens`, `max_completion_tokens` (bounded by the session's max_new_tokens), `stop`, `logprobs`,
   `top_logprobs` (to 20), `n` (to 16), `tools` (functions), `tool_choice`, `parallel_tool_calls` (false: calls
   after the first are not shown), `response_format`, `reasoning_effort` (none: no thinking; others: thinking),

@@ -86,8 +86,8 @@ class AgentRoutes:
         """The model under all its names, or under the one that the path asks for."""
         record = self._session_of(request)
         dialect = self.dialect_for(request)
-        name = request.path_params.get("id")
-        if name is None:
+        name = request.path_params.get("id", "")
+        if not name:
             body = dialect.models(self._settings.model_names, self._settings.context_length)
         else:
             self._turns.check_model(record, name)
