@@ -201,7 +201,7 @@ class ChatDialect(ChoicesDialect):
             "refusal": None,
         }
         if message.reasoning:
-            fields["reasoning_content"] = message.reasoning
+            fields |= _reasoning_fields(message.reasoning)
         if message.tool_calls:
             fields["content"] = message.content or None
             fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
@@ -210,7 +210,7 @@ class ChatDialect(ChoicesDialect):
     def delta_fields(self, delta: Delta) -> Fields:
         fields: Fields = {}
         if delta.reasoning:
-            fields["reasoning_content"] = delta.reasoning
+            fields |= _reasoning_fields(delta.reasoning)
         if delta.calls:
             fields["tool_calls"] = [_call_delta_fields(call) for call in delta.calls]
         if delta.content or not fields:
@@ -244,6 +244,12 @@ def _model_card(name: str, context_length: int) -> Fields:
         "owned_by": "invrl",
         "max_model_len": context_length,
     }
+
+
+def _reasoning_fields(text: str) -> Fields:
+    """Reasoning under both of the names by which clients read it: that of DeepSeek, SGLang and earlier vLLM,
+    and that of gpt-oss, OpenRouter and later vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_fields(call: ToolCall | CallDelta) -> Fields:

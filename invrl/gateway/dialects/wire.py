@@ -12,6 +12,7 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects.body_fields import FieldTable
+from invrl.gateway.dialects.json_text import not_json
 from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
@@ -31,7 +32,7 @@ _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """SGLang's own bounds are wider, but its sampler fails on a negative seed."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _MAX_STOPS = 16
-_MAX_TOOLS = 128
+_MAX_TOOLS = 4096
 _MAX_TOOL_NAME = 128
 _MAX_VALUES = 2**20
 """Objects, lists and their items, of a body or of a call's arguments. Parsing is one step in which no other
@@ -105,11 +106,11 @@ def decode(
         ignored = table.ignored(raw)
     except RecursionError:
         raise bad_request("the request's JSON is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise bad_request("the request's JSON is not UTF-8") from None
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         reason = str(error)
         raise bad_request(reason, param=_field_in(reason)) from None
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise not_json(raw, error) from None
     return body, ignored
 
 

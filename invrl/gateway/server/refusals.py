@@ -8,6 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from invrl.errors import SessionError
+from invrl.gateway.dialects.json_text import invalid_json, lone_surrogate
+from invrl.gateway.server.path_hints import hint
 
 _log = logging.getLogger(__name__)
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -44,7 +46,12 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
         return error
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            place = first["loc"][-1]
+            return invalid_json(f"the body is not valid JSON: {first['ctx']['error']} (character {place})")
         field = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "string_unicode":
+            return lone_surrogate(field)
         message = str(first["msg"])
         if field:
             message = f"{field}: {message}"
@@ -52,6 +59,9 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
     if isinstance(error, HTTPException):
         path = request.url.path.partition("/s/")[0] or "/s/…"  # no session key in an error
         message = f"{request.method} {path}: {error.detail}"
+        meant = hint(request.url.path)
+        if error.status_code == 404 and meant:
+            message = f"{message}; {meant}"
         code = _CODES.get(error.status_code, "invalid_request")
         return SessionError(message, status=error.status_code, code=code)
     _log.error("a request failed inside of the gateway", exc_info=error)
