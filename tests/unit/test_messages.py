@@ -403,7 +403,8 @@ _BAD: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": -1},
     "stop": {"stop_sequences": [""]},
     "server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
-    "bash": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "screenshots": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
+    "run elsewhere": {"tools": [{"type": "code_execution_20250825", "name": "code_execution"}]},
     "no schema": {"tools": [{"name": "x"}]},
     "schema": {"tools": [{"name": "x", "input_schema": []}]},
     "same tools": {"tools": [CALC, CALC]},
@@ -489,3 +490,44 @@ async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch
         session.key,
         9.0,
     )
+
+
+CLIENT_TOOLS = [
+    ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}, '"restart"'),
+    (
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"command": "view", "path": "/a"},
+        '"insert_text"',
+    ),
+    (
+        {"type": "text_editor_20241022", "name": "str_replace_editor"},
+        {"command": "undo_edit", "path": "/a"},
+        '"undo_edit"',
+    ),
+    ({"type": "memory_20250818", "name": "memory"}, {"command": "view", "path": "/memories"}, '"rename"'),
+]
+
+
+@pytest.mark.parametrize(("tool", "arguments", "shown"), CLIENT_TOOLS)
+async def test_tools_that_the_client_runs_are_shown_as_functions(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    tool: dict[str, Any],
+    arguments: dict[str, str],
+    shown: str,
+):
+    call = {"name": tool["name"], "arguments": arguments}
+    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    async with running(tmp_path, model, renderer, parsers=parsers, context_length=4096) as gateway:
+        says(gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done.")
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], tools=[tool])
+        prompt = renderer._tokenizer.decode(gateway.engine.requests[0]["input_ids"], special=True)
+        assert shown in prompt
+        [block] = first["content"]
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", tool["name"], arguments)
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
+        reply = {"role": "assistant", "content": first["content"]}
+        await ask(gateway, session, [ASK, reply, {"role": "user", "content": [result]}], tools=[tool])
+        assert [turn.fork_reason for turn in gateway.turns(session)] == ["", ""]

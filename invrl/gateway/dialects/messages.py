@@ -3,9 +3,10 @@
 Every field of the API is in exactly one of these lists:
 - honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant, system; the last one must
   not be the assistant's), `system`, `model` (as in chat), `max_tokens` (bounded by the session's
-  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones), `tool_choice`, `thinking` (enabled,
-  adaptive: thinking, and it is shown; disabled: none; absent: the template's default, not shown; `display`
-  omitted: without its text), `output_config.format`, `output_format`.
+  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones, and `bash_…`, `text_editor_…`,
+  `memory_…`, which the client runs), `tool_choice`, `thinking` (enabled, adaptive: thinking, and it is shown;
+  disabled: none; absent: the template's default, not shown; `display` omitted: without its text),
+  `output_config.format`, `output_format`.
 - set by the run: `temperature`, `top_p`, `top_k`, as in `chat.py`.
 - ignored, because they change no token: `metadata`, `service_tier`, `cache_control`, `context_management`
   (the history is used as it was sent), `diagnostics`, `inference_geo`, `speed`, `user_profile_id`,
@@ -14,8 +15,7 @@ Every field of the API is in exactly one of these lists:
   content says it), all of redacted_thinking; in tools all but name, description, input_schema, type and
   strict; the header anthropic-beta. A system block with Claude Code's billing header is dropped: it differs
   in every request.
-- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, Anthropic's own tools (any type but
-  custom).
+- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools that Anthropic runs.
 Any other field of the body or of a message is ignored and counted.
 
 The text blocks of one message are joined by a newline; the assistant's are joined without one, as they were
@@ -34,6 +34,7 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
+from invrl.gateway.dialects.client_tools import client_tool, families
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
 from invrl.gateway.dialects.wire import Fields
@@ -474,8 +475,13 @@ def _schema(body: _Body) -> str:
 
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
-        reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
-        raise wire.bad_request(reason, param=param, code="unsupported_parameter")
+        function = client_tool(tool.type, tool.name)
+        if function is None:
+            reason = (
+                f"{param}: {tool.type!r} is a tool that Anthropic runs; only custom tools and {families()}"
+            )
+            raise wire.bad_request(f"{reason} are supported", param=param, code="unsupported_parameter")
+        return wire.make_tool(function, param)
     if not wire.json_schema(tool.parameters, f"{param}.input_schema"):
         param = f"{param}.input_schema"
         raise wire.bad_request(f"{param}: Field required", param=param)
