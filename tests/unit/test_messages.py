@@ -519,7 +519,9 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
 ):
     call = {"name": tool["name"], "arguments": arguments}
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers=parsers, context_length=4096) as gateway:
+    async with running(
+        tmp_path, model, renderer, parsers=parsers, context_length=4096, max_new_tokens=200
+    ) as gateway:
         says(gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done.")
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK], tools=[tool])

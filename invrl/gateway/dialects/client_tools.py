@@ -37,12 +37,15 @@ _EDITOR_FIELDS = ("path", "view_range", "file_text", "old_str", "new_str", "inse
 _FAMILIES = ("bash", "text_editor", "memory")
 
 
-def client_tool(kind: str, name: str) -> wire.Function | None:
-    """The function that a tool of this type is shown as; None for a type that the client does not run."""
+def client_tool(kind: str, name: str, param: str) -> wire.Function:
+    """The function that a tool of this type is shown as. SessionError 400, which calls the tool `param`, for a
+    type that the client does not run."""
     match = _VERSIONED.fullmatch(kind)
-    if match is None:
-        return None
-    family = match["family"]
+    family = ""
+    version = ""
+    if match is not None:
+        family = match["family"]
+        version = match["version"]
     if family == "bash":
         description = "Runs a command in a bash shell that stays open between calls, and returns its output."
         properties = {
@@ -52,7 +55,7 @@ def client_tool(kind: str, name: str) -> wire.Function | None:
         return _function(name, description, properties, required=())
     if family == "text_editor":
         commands = _EDITOR_COMMANDS
-        if match["version"] <= _UNDO_UNTIL:
+        if version <= _UNDO_UNTIL:
             commands = (*commands, "undo_edit")
         return _file_function(name, "Views and edits text files.", commands, _EDITOR_FIELDS, ("path",))
     if family == "memory":
@@ -60,12 +63,9 @@ def client_tool(kind: str, name: str) -> wire.Function | None:
         fields = (*_EDITOR_FIELDS, "old_path", "new_path")
         description = "Keeps notes in files of the folder /memories, which later conversations can read."
         return _file_function(name, description, commands, fields, ())
-    return None
-
-
-def families() -> str:
-    """The tools that are shown, for an error."""
-    return ", ".join(f"{family}_…" for family in _FAMILIES)
+    supported = ", ".join(f"{family}_…" for family in _FAMILIES)
+    reason = f"{param}: {kind!r} is a tool that Anthropic runs; custom tools and {supported} are supported"
+    raise wire.bad_request(reason, param=param, code="unsupported_parameter")
 
 
 def _file_function(

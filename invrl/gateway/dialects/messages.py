@@ -34,7 +34,7 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
-from invrl.gateway.dialects.client_tools import client_tool, families
+from invrl.gateway.dialects.client_tools import client_tool
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
 from invrl.gateway.dialects.wire import Fields
@@ -475,12 +475,7 @@ def _schema(body: _Body) -> str:
 
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
-        function = client_tool(tool.type, tool.name)
-        if function is None:
-            reason = (
-                f"{param}: {tool.type!r} is a tool that Anthropic runs; only custom tools and {families()}"
-            )
-            raise wire.bad_request(f"{reason} are supported", param=param, code="unsupported_parameter")
+        function = client_tool(tool.type, tool.name, param)
         return wire.make_tool(function, param)
     if not wire.json_schema(tool.parameters, f"{param}.input_schema"):
         param = f"{param}.input_schema"
