@@ -38,8 +38,8 @@ _FAMILIES = ("bash", "text_editor", "memory")
 
 
 def client_tool(kind: str, name: str, param: str) -> wire.Function:
-    """The function that a tool of this type is shown as. SessionError 400, which calls the tool `param`, for a
-    type that the client does not run."""
+    """The function that a tool of this type is shown as. SessionError 400 for a type that the client does not
+    run; it calls the tool `param`."""
     match = _VERSIONED.fullmatch(kind)
     family = ""
     version = ""

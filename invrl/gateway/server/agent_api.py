@@ -55,6 +55,7 @@ class AgentEndpoint:
             keys = keys_of_request(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
             session_of_task.set(record.session.id)
+            client.session_id = record.session.id
             record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")

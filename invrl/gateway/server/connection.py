@@ -28,6 +28,8 @@ class ClientConnection:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.gone = asyncio.Event()
         """Set when the client has disconnected."""
+        self.session_id = ""
+        """The session of the request, once its key is known. Every answer then names it."""
         self.started = False
         """The head of the answer has been sent: its status cannot be changed any more."""
         self.error_event: Callable[[SessionError], bytes] = lambda _: b""
@@ -69,6 +71,8 @@ class ClientConnection:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
+        if self.session_id:
+            headers = {**headers, "x-invrl-session": self.session_id}
         raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
 

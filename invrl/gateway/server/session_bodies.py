@@ -71,7 +71,8 @@ class OpenBody(ChildBody):
 
 
 class RewardBody(Section):
-    """The reward of the session, of one of its turns, or of the branches through a turn."""
+    """The reward of the session, of one of its turns, or of the branches through a turn. A turn is named by
+    its id or by the id of its answer."""
 
     reward: _RewardValue
     components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
