@@ -51,6 +51,7 @@ class AgentEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
+        record: SessionRecord | None = None
         try:
             keys = keys_of_request(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
@@ -65,14 +66,15 @@ class AgentEndpoint:
             with self._traced(client, record):
                 await self._serve(client, record, body)
         except SessionError as error:
-            await self._refuse(client, error)
+            await self._refuse(client, record, error)
         except (ServerError, DeadlineError) as error:
             _log.warning("generation failed: %s", error)
             refusal = SessionError(str(error), status=503, code="engine_unavailable", retry_after_s=1.0)
-            await self._refuse(client, refusal)
+            await self._refuse(client, record, refusal)
         except Exception:
             _log.exception("a request failed inside of the gateway")
-            await self._refuse(client, SessionError("internal error", status=500, code="internal_error"))
+            refusal = SessionError("internal error", status=500, code="internal_error")
+            await self._refuse(client, record, refusal)
         finally:
             client.release()
 
@@ -160,9 +162,14 @@ class AgentEndpoint:
         answers = [await source.answer() for source in sources]
         return await client.end(stream.tail(answers))
 
-    async def _refuse(self, client: ClientConnection, error: SessionError) -> None:
+    async def _refuse(
+        self, client: ClientConnection, record: SessionRecord | None, error: SessionError
+    ) -> None:
+        """`record`: the session of the request; None if its key opens none."""
         if client.gone.is_set():
             return
+        if record is not None:
+            record.note_refusal(error)
         if client.started:
             await client.end(client.error_event(error))
             return

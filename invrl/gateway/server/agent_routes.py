@@ -1,6 +1,7 @@
 """The routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for each dialect, and those
 that look up models and recorded responses."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from fastapi import Request, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from invrl.errors import SessionError
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
@@ -55,6 +57,16 @@ class AgentRoutes:
         if is_anthropic:
             return self._messages
         return self._chat
+
+    def note_refusal(self, request: Request, error: SessionError) -> None:
+        """Keeps the refusal of a request that carries the key of an open session."""
+        parts = request.url.path.split("/")
+        key_in_path = None
+        if parts[1:2] == ["s"] and len(parts) > 2:
+            key_in_path = parts[2]
+        with contextlib.suppress(SessionError):
+            keys = keys_of_request(key_in_path, dict(request.headers))
+            self._registry.by_key(keys).note_refusal(error)
 
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
         """The routes that take a prompt, by their path below `/v1`."""

@@ -137,7 +137,7 @@ def make_app(
     def format_error(request: Request, error: SessionError) -> bytes:
         return agent_routes.dialect_for(request).error(error)
 
-    add_error_handlers(app, format_error)
+    add_error_handlers(app, format_error, agent_routes.note_refusal)
     _add_counting(app, requests)
     if len(peers.place.urls) > 1:
         _add_forwarding(app, settings, peers, format_error)

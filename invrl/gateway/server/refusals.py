@@ -25,12 +25,17 @@ def retry_after(error: SessionError) -> dict[str, str]:
     return {"retry-after": f"{error.retry_after_s:g}"}
 
 
-def add_error_handlers(app: FastAPI, format_error: FormatError) -> None:
+NoteRefusal = Callable[[Request, SessionError], None]
+"""Keeps a refusal for whoever looks at the session of this request."""
+
+
+def add_error_handlers(app: FastAPI, format_error: FormatError, note_refusal: NoteRefusal) -> None:
     """Makes `app` answer every exception of its routes as a refusal."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _as_session_error(request, error)
         refusal.message = refusal.message.encode(errors="replace").decode()  # JSON has no lone surrogates
+        note_refusal(request, refusal)
         headers = retry_after(refusal)
         if isinstance(error, HTTPException) and error.headers:
             headers = {**error.headers, **headers}

@@ -231,6 +231,8 @@ class SessionView(SessionTerms):
     outcome: Outcome | None
     overridden: list[str]
     ignored: Mapping[str, int]
+    refused: list[str]
+    """The last requests that were refused."""
     turns: list[TurnLine]
     forks: Mapping[str, int]
     auxiliary_roots: list[str]
@@ -264,6 +266,7 @@ class SessionView(SessionTerms):
             outcome=record.outcome,
             overridden=sorted(record.overridden),
             ignored=dict(record.ignored),  # FastAPI copies this object, which a Counter would not survive
+            refused=list(record.refusals),
             turns=list(turns),
             forks=dict(forks),
             auxiliary_roots=list(auxiliary_roots),
