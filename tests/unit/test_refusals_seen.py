@@ -1,4 +1,4 @@
-"""What the gateway refused an agent that swallows errors is seen: in its session, its failure, the console."""
+"""What the gateway refused an agent that swallows errors: shown in its session, its failure, the console."""
 
 from test_gateway_turns import (  # noqa: F401
     ASK,
