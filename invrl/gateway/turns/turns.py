@@ -290,6 +290,13 @@ class Turns:
                 return stop
         return ""
 
+    def _stop_in(self, turn: Turn, stop: Sequence[str]) -> str:
+        """The first of the stop strings that the turn's tokens hold; "" for none."""
+        if turn.finish_reason != "stop" or not stop:
+            return ""
+        text = self.renderer.reply_text(turn.sampled_ids_T.tolist(), special=True)
+        return next((string for string in stop if string in text), "")
+
     def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
         if placement.fork is not None:
             self.forks[placement.fork.value] += 1
@@ -445,6 +452,7 @@ class Turns:
             messages=messages,
             closed=self.renderer.is_closed(turn.sampled_ids_T.tolist()),
             tools=proposal.tools,
+            stop=self._stop_in(turn, proposal.request.stop),
         )
         if durable.done():  # as a rule; then the node is there before the answer is sent
             _join_forest(conversation, node, durable)
