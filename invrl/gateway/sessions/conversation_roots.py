@@ -83,7 +83,8 @@ def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
     """The first root of the conversation that this root is a later step of; None if it begins another."""
     for first in firsts:
         shorter = min(len(first.context_ids_T), len(turn.context_ids_T))
-        if _shared_tokens(first, turn) >= _SHARED_BY_STEPS * shorter:
+        shared = _shared_tokens(first, turn)
+        if shared and shared >= _SHARED_BY_STEPS * shorter:
             return first
     return None
 
