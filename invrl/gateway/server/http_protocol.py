@@ -67,7 +67,7 @@ class _OneProtocolParser(httptools.HttpRequestParser):
         super().__init__(protocol)
         self._protocol = protocol
 
-    def feed_data(self, data: bytes | bytearray | memoryview) -> None:
+    def feed_data(self, data: Any) -> None:
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
