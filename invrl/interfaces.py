@@ -60,6 +60,20 @@ class Endpoint(Protocol):
         is missing."""
         ...
 
+    async def reward(
+        self, value: float, *, turn: str = "", branch: str = "", components: Mapping[str, float] | None = None
+    ) -> None:
+        """Rewards one turn, the branches through a turn, or, without either, this session: a child's own
+        reward. (The reward that the rollout function returns counts for its own session.) A turn is named by
+        the `id` of its answer, of any client. The last reward counts. Raises SessionError, DeadlineError."""
+        ...
+
+    async def open_child(self) -> Endpoint:
+        """An endpoint for a sub-agent, with a session of its own: its conversation is kept apart, and it has
+        this session's reward unless it is rewarded itself. It ends with this session. Raises SessionError,
+        DeadlineError."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:

@@ -41,7 +41,8 @@ class SettingFlag:
 
     @property
     def takes_several(self) -> bool:
-        """Whether the arguments behind its value, up to the next flag, are values of it too."""
+        """Whether the arguments behind its value, up to the next flag, are values of it too, and those of the
+        same flag once more."""
         return get_origin(self.field.annotation) is tuple
 
     @property
@@ -116,6 +117,9 @@ class _FlagParser:
                 parsed = f"{parsed},{self.rest.pop(0)}"
         if not self._used.uses(setting.table, setting.key):
             raise self._unused(flag)
+        earlier = self.tables.get(setting.table, {}).get(setting.key)
+        if setting.takes_several and earlier is not None:
+            parsed = f"{earlier},{parsed}"
         self._set(setting.table, setting.key, parsed)
 
     def _read_package_option(self, package: str, flag: str, value: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -112,11 +113,16 @@ def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
 
 
 async def events_of(response: HttpConnection) -> AsyncIterator[bytes]:
-    """The server-sent events of a streamed answer, for `decode_event`, without the final `[DONE]`."""
+    """The server-sent events of a streamed answer, for `decode_event`, without the final `[DONE]`. One read
+    may bring hundreds of them: others get their turn in between."""
     pending = b""
     async for data in response.pieces():
         pending += data
         *lines, pending = pending.split(b"\n")
+        is_first = True
         for line in lines:
             if line.startswith(_DATA) and not line.startswith(_DONE):
+                if not is_first:
+                    await asyncio.sleep(0)
+                is_first = False
                 yield line[len(_DATA) :]

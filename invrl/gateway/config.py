@@ -76,6 +76,10 @@ class GatewayConfig(SessionPolicy):
     gateway_workers: PositiveInt = Field(
         1, le=256, description="processes that share the gateway's port; each session stays with one"
     )
+    gateway_cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (),
+        description="origins whose pages in a browser may call the gateway (CORS), or *; empty: none",
+    )
     gateway_public_url: str = Field("", description="URL that agents reach it at, if not http://host:port")
     chat_template_path: str = Field(
         "",

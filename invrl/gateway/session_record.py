@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from invrl.errors import SessionError
 from invrl.reasons import FailureReason
 from invrl.store.rows import StoredSession
 from invrl.types import FailedRollout, field_values
+
+_KEPT_REFUSALS = 3
+_REFUSAL_CHARACTERS = 300
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +43,13 @@ class SessionRecord(StoredSession):
     frozen: bool = False
     """Finish or abort has begun: what the session hands over does not change any more."""
     overridden: set[str] = field(default_factory=set)
-    """Sampling parameters that a client asked for and the run did not grant."""
+    """What a client asked for and the run did not grant: sampling parameters, another model."""
     forced: Counter[str] = field(default_factory=Counter)
     """Requests that wanted the form of the reply forced, by the field that asked for it."""
     ignored: Counter[str] = field(default_factory=Counter)
     """Requests by those of their fields that the gateway does not know."""
+    refusals: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_REFUSALS))
+    """The last requests that were refused: status, code and message of each, without repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
     counts: Counter[str] = field(default_factory=Counter)
     """How requests continued what was recorded: match levels, tokens of kept thinking and of forked
@@ -53,6 +59,14 @@ class SessionRecord(StoredSession):
     def restored(cls, stored: StoredSession) -> SessionRecord:
         """The record of a session that an earlier worker opened."""
         return cls(**field_values(stored), frozen=stored.state != "open")
+
+    def note_refusal(self, error: SessionError) -> None:
+        """Keeps what the client was told, which an agent may swallow."""
+        message = " ".join(error.message.split())[:_REFUSAL_CHARACTERS]
+        text = f"{error.status} {error.code}: {message}"
+        if text in self.refusals:
+            self.refusals.remove(text)
+        self.refusals.append(text)
 
     def top(self) -> SessionRecord:
         """The session at the root of the family. Its outcome is the one that counts."""

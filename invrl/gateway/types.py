@@ -126,6 +126,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
+    model: str | None = None
+    """The model that the client names; None if it names none."""
     digest: str
     """Digest of the body; a retry of the request has the same one."""
     retry: bool
@@ -147,8 +149,8 @@ class MatchLevel(IntEnum):
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
     """A reply with tool calls is identified by the ids and names of its calls; their arguments and the text
-    beside them may differ. In a reply without calls, whitespace may differ, and objects may be written as
-    JSON or as Python."""
+    beside them may differ. In a reply without calls, whitespace may differ, objects may be written as JSON or
+    as Python, and the stop string that ended it may follow."""
 
 
 class ForkReason(StrEnum):
@@ -162,6 +164,8 @@ class ForkReason(StrEnum):
     """It has recorded replies, but one of the client's own messages before them was changed."""
     COMPACTED = "compacted"
     """It has a recorded reply, but fewer messages before it than were recorded."""
+    HANDOFF = "handoff"
+    """It has recorded replies under another system prompt: another agent goes on with the conversation."""
     TOOLS_CHANGED = "tools_changed"
     """It is the same conversation with other tools, which the template shows at its beginning."""
     THINKING_STRIPPED = "thinking_stripped"
@@ -171,13 +175,13 @@ class ForkReason(StrEnum):
 
 
 ADVICE: Mapping[ForkReason, str] = {
-    ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls; open a child session for"
-    " each sub-agent to keep their rewards apart",
+    ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls, and of programs whose every"
+    " call is a conversation of its own; to keep a sub-agent's reward apart, open a child session",
     ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them",
     ForkReason.CONTEXT_EDITED: "let the agent leave earlier messages as they were, and tell what changes (the"
     " time, a status) in its newest message",
-    ForkReason.COMPACTED: "expected of agents that shorten their history; raise their limit if the context"
-    " length allows it",
+    ForkReason.COMPACTED: "expected of agents that shorten their history",
+    ForkReason.HANDOFF: "expected of agents that hand a conversation over to each other",
     ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",
     ForkReason.THINKING_STRIPPED: "set --keep-thinking to continue with the thinking that was sampled",
     ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
@@ -216,6 +220,8 @@ class Node:
     """The sampled ids end with the template's own end-of-turn token."""
     tools: tuple[Tool, ...] = ()
     """The tools that the beginning of the path was rendered with."""
+    stop: str = ""
+    """The client's stop string that ended the reply, which its text does not show; "" if none did."""
 
     @property
     def raw(self) -> bool:

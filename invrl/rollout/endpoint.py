@@ -1,4 +1,4 @@
-"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint.
+"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint, its rewards and children.
 
 All sessions of a worker share one pool of connections: a TLS context and a connection per rollout would cost
 more than the request. Closing the client of one session leaves the connections of the others open."""
@@ -6,12 +6,14 @@ more than the request. Closing the client of one session leaves the connections 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from invrl.rollout.session_client import CONNECTION_LIMITS
-from invrl.types import Session
+from invrl.rollout.session_client import CONNECTION_LIMITS, SessionClient
+from invrl.types import Reward, Session
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -38,6 +40,7 @@ class SessionEndpoint:
     the limit of each request."""
 
     def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
+        self._session = session
         self.base_url = session.base_url
         self.api_key = session.key
         self.model = model
@@ -50,10 +53,7 @@ class SessionEndpoint:
         import openai  # Takes a second. The driver imports this module too and does not need it.
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
-        transport: httpx.AsyncBaseTransport = self._pool
-        # In a thread without a loop `_get_running_loop` returns None, where `get_running_loop` would raise.
-        if asyncio._get_running_loop() is not self._pool.loop:
-            transport = _new_transport()
+        transport = self._transport()
         return openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -77,6 +77,36 @@ class SessionEndpoint:
             timeout=self._timeout_s,
             http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False),
         )
+
+    async def reward(
+        self, value: float, *, turn: str = "", branch: str = "", components: Mapping[str, float] | None = None
+    ) -> None:
+        """As `interfaces.Endpoint.reward`."""
+        reward = Reward(value=value, components=components or {}, turn=turn, branch=branch)
+        async with self._session_client() as client:
+            await client.reward(self._session, reward)
+
+    async def open_child(self) -> SessionEndpoint:
+        """As `interfaces.Endpoint.open_child`."""
+        async with self._session_client() as client:
+            child = await client.open_child(self._session)
+        return SessionEndpoint(child, model=self.model, timeout_s=self._timeout_s, pool=self._pool)
+
+    @contextlib.asynccontextmanager
+    async def _session_client(self) -> AsyncIterator[SessionClient]:
+        gateway_url = self.base_url.removesuffix(f"/s/{self.api_key}/v1")
+        client = SessionClient(gateway_url, deadline_s=self._timeout_s, transport=self._transport())
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    def _transport(self) -> httpx.AsyncBaseTransport:
+        """The shared pool, or new connections outside of its event loop."""
+        # In a thread without a loop `_get_running_loop` returns None, where `get_running_loop` would raise.
+        if asyncio._get_running_loop() is not self._pool.loop:
+            return _new_transport()
+        return self._pool
 
 
 def _new_transport() -> httpx.AsyncHTTPTransport:

@@ -23,8 +23,10 @@ from typing import Any
 import httpx
 import numpy as np
 
+from invrl.errors import DeadlineError, SessionError
 from invrl.extra_columns import ExtraNumbers
 from invrl.host.lived_time import lived_wait
+from invrl.host.masked_keys import SESSION_KEY_HIDDEN, without_session_keys
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.reasons import FailureReason
@@ -239,7 +241,9 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     reason = FailureReason.EXCEPTION
     # The chain leads from the error to its causes. The last match is the closest to the request itself.
     for cause in _chain(error):
-        if _is_request_to(gateway_origins, cause):
+        if isinstance(cause, SessionError | DeadlineError):
+            reason = _call_failure(cause) or reason
+        elif _is_request_to(gateway_origins, cause):
             reason = _request_failure(cause) or reason
     return Failure(reason=reason, detail=_traceback_of(error))
 
@@ -255,6 +259,13 @@ def _is_request_to(origins: Collection[tuple[str, int | None]], error: BaseExcep
     """Whether the error is that of an HTTP request to one of these hosts and ports."""
     request = _attribute(error, "request")
     return isinstance(request, httpx.Request) and _origin(request.url) in origins
+
+
+def _call_failure(error: SessionError | DeadlineError) -> FailureReason | None:
+    """Why a reward or a child session of our endpoint failed. None if the call itself was wrong."""
+    if isinstance(error, DeadlineError) or error.status >= 500:
+        return FailureReason.ENGINE
+    return _EXHAUSTED.get(error.code)
 
 
 def _request_failure(error: BaseException) -> FailureReason | None:
@@ -311,7 +322,8 @@ def _without_keys(result: UserCodeResult, endpoints: Sequence[Endpoint]) -> User
         return result
     detail = result.detail
     for endpoint in endpoints:
-        detail = detail.replace(endpoint.api_key, "(session key)")
+        detail = detail.replace(endpoint.api_key, SESSION_KEY_HIDDEN)
+    detail = without_session_keys(detail)  # of children
     return Failure(reason=result.reason, detail=detail[-_DETAIL_CHARS:])
 
 

@@ -1,4 +1,4 @@
-"""The gateway's session API as any external environment uses it: open, attach numbers, finish, abort.
+"""The gateway's session API as any external environment uses it: open, reward, attach numbers, finish, abort.
 
 Invariants: every call ends within its deadline, and its error says what it waited for. A request to a gateway
 that is full (429), restarting (503) or unreachable is repeated until the deadline, after the gateway's
@@ -26,6 +26,7 @@ from invrl.types import (
     GroupLease,
     Outcome,
     Purpose,
+    Reward,
     RolloutSummary,
     Sampling,
     Session,
@@ -58,11 +59,19 @@ class SessionClient:
     """Calls the gateway at `base_url` (without /v1). A client belongs to one event loop. Opening sessions
     takes the environment key `env_key`."""
 
-    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        env_key: str = "",
+        deadline_s: float = DEADLINE_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`transport`: whose connections are used; None: connections of its own."""
         self._url = base_url.rstrip("/")
         self._env_key = env_key
         self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
+        self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False, transport=transport)
 
     async def open(
         self,
@@ -104,6 +113,26 @@ class SessionClient:
             requests.append({"token_numbers": {turn_id: token_numbers}})
         for body in requests:
             await self._post(f"/sessions/{session.id}/numbers", body, session.key, what)
+
+    async def reward(self, session: Session, reward: Reward) -> None:
+        """Rewards a session, or one of its turns or branches. Raises SessionError, DeadlineError."""
+        what = f"the gateway to take a reward of session {session.id}"
+        body = {
+            "reward": reward.value,
+            "components": reward.components,
+            "turn": reward.turn,
+            "branch": reward.branch,
+        }
+        await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
+
+    async def open_child(self, session: Session) -> Session:
+        """Opens a session for a sub-agent of this session, once, however often the request is repeated.
+        Raises SessionError, DeadlineError."""
+        what = f"the gateway to open a child of session {session.id}"
+        body = {"request_id": secrets.token_hex(16)}
+        answer = await self._post(f"/sessions/{session.id}/children", body, session.key, what)
+        [child] = _decoded(answer, _OpenAnswer, what).sessions
+        return child
 
     async def finish(
         self, session: Session, reward: float, components: Mapping[str, float] | None = None

@@ -179,6 +179,7 @@ def _gateway_settings(
     sampling_seed = None
     if config.engine.seeded_sampling:
         sampling_seed = config.run.seed
+    model_name, *model_aliases = config.model.names
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
         **config.gateway.model_dump(),
@@ -194,7 +195,8 @@ def _gateway_settings(
         "router_api_key": fleet.router.api_key,
         "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
-        "model_name": config.model.name,
+        "model_name": model_name,
+        "model_aliases": model_aliases,
         "store_path": str(folder.store_path),
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,

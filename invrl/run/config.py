@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import tomli_w
 from pydantic import (
@@ -35,7 +35,7 @@ from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
 from invrl.run.name_suggestions import answer_without_setting, meant_setting, nearest, nearest_setting
 from invrl.run.value_suggestions import value_fix
-from invrl.section import Section
+from invrl.section import COMMA_SEPARATED, Section
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
 from invrl.weights.config import WeightSyncConfig
@@ -134,6 +134,12 @@ class ModelConfig(Section):
         "", description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)"
     )
 
+    served_model_name: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        default=(),
+        description="names under which clients call the model, answers have the first; may be given several "
+        "times; empty: that of its folder (training sessions accept any)",
+    )
+
     reference_model_path: str = Field(
         default="",
         description="folder or checkpoint with the weights of the frozen reference (kl_coef > 0), a model of "
@@ -184,9 +190,13 @@ class ModelConfig(Section):
         return _model_folder(self.critic_model_path or self.model_path)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which clients call the model; answers have the first."""
+        return self.served_model_name or (self.name,)
+
+    @property
     def name(self) -> str:
-        """The model name that agents send: for a checkpoint the name of its run, otherwise that of the
-        folder."""
+        """The name that the folder gives the model: for a checkpoint that of its run, otherwise its own."""
         checkpoint = self.folder
         if checkpoint.name == "hugging_face":
             checkpoint = checkpoint.parent

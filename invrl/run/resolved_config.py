@@ -32,7 +32,9 @@ def load_resolved(path: Path) -> Config:
     source = read_toml(path)
     if not source.tables:
         raise _changed(path, path.name, "", "the file is empty")
-    written = {table: checksums.split() for table, checksums in _LINE.findall(path.read_text("utf-8"))}
+    written = {
+        table: checksums.split() for table, checksums in _LINE.findall(path.read_text(encoding="utf-8"))
+    }
     for table, checksums in written.items():
         _check_table(path, table, source.tables.get(table, {}), checksums)
     return resolve(source)

@@ -143,7 +143,7 @@ def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
         yield f"bomb {number}", bomb
         yield f"bomb {number} in an ignored field", good[:-1] + b', "metadata": ' + bomb + b"}"
         yield f"bomb {number} in tools", good[:-1] + b', "tools": ' + bomb + b"}"
-    changes = {**route.refused, "no model": {"model": None}, "stream": {"stream": "yes"}}
+    changes = {**route.refused, "no model's name": {"model": 7}, "stream": {"stream": "yes"}}
     if route.limit:
         for limit in (-1, 0, 1.5, "8", True, 1e300, [8]):
             changes[f"{route.limit} {limit!r}"[:40]] = {route.limit: limit}
@@ -158,7 +158,8 @@ async def test_malformed_bodies_are_400(gateway: Running, route: Route):
         answer = await gateway.http.post(session.base_url + route.path, content=body)
         assert answer.status_code == 400, (name, answer.text)
         route.check(answer, 400)
-    unknown = await gateway.http.post(session.base_url + route.path, json=route.good | {"model": "gpt-9"})
+    [serving] = await gateway.open(purpose="serve")
+    unknown = await gateway.http.post(serving.base_url + route.path, json=route.good | {"model": "gpt-9"})
     route.check(unknown, 404, "model_not_found")
     assert gateway.engine.requests == []
     good = await gateway.http.post(session.base_url + route.path, json=route.good)

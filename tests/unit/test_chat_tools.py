@@ -73,8 +73,9 @@ async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **opt
         delta = chunk.choices[0].delta
         finish = chunk.choices[0].finish_reason or finish
         message["content"] += delta.content or ""
-        if reasoning := getattr(delta, "reasoning_content", None):
-            message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+        for name in ("reasoning_content", "reasoning"):
+            if reasoning := getattr(delta, name, None):
+                message[name] = message.get(name, "") + reasoning
         for call in delta.tool_calls or []:
             calls = message.setdefault("tool_calls", [])
             if call.index == len(calls):
@@ -110,6 +111,7 @@ async def test_chat_tool_loop_continues_the_exact_ids(gateway: Running, renderer
     assert finish == "tool_calls"
     assert message["content"].strip() == "Sure."
     assert message["reasoning_content"].strip() == "12*13 is\nhard"
+    assert message["reasoning"] == message["reasoning_content"]
     assert [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]
     ] == [
@@ -131,12 +133,29 @@ async def test_chat_tool_loop_continues_the_exact_ids(gateway: Running, renderer
     assert tail.endswith("<|im_start|>assistant\n")
 
 
+async def test_hundreds_of_tools_are_taken(gateway: Running, renderer: Renderer):
+    """Hosts of MCP servers offer more than OpenAI's 128."""
+    say(gateway, renderer, ONE)
+    [session] = await gateway.open()
+    tools = [CALC]
+    tools += [{"type": "function", "function": {"name": f"f{number}"}} for number in range(300)]
+    counted = await gateway.http.post(
+        session.base_url + "/messages/count_tokens",
+        json={
+            "messages": [ASK],
+            "tools": [{"name": tool["function"]["name"], "input_schema": {}} for tool in tools],
+        },
+    )
+    assert counted.status_code == 200, counted.text
+    assert counted.json()["input_tokens"] > 1000
+
+
 async def test_reply_sent_back_without_its_reasoning_still_matches(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "<think>hm</think>" + ONE, "156.")
     [session] = await gateway.open()
     client = gateway.client(session)
     message, _ = await ask(client, [ASK], stream=False, tools=[CALC])
-    del message["reasoning_content"]
+    del message["reasoning_content"], message["reasoning"]
     message["content"] = message["content"].strip() + "\n"
     message["tool_calls"][0] |= {"id": "mine"}
     message["tool_calls"][0]["function"]["arguments"] = '{"b":"x","a":12}'

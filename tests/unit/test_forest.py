@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invrl.gateway.turns.forest as forest_module
+from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.turns.forest import Forest, Match
 from invrl.gateway.turns.fork_changes import advice, common_characters
 from invrl.gateway.turns.message_identity import digests
@@ -488,3 +489,52 @@ def test_reply_matched_by_its_calls_reports_its_changed_text():
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     assert forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS, REPLY, MORE]).node is second
+
+
+def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
+    """Clients append it, because the API leaves it out. A reply that has other text behind it is edited."""
+    stopped = replace(node("a", [SYSTEM, ASK, Message("assistant", "The answer")]), stop="</answer>")
+    forest = Forest()
+    forest.add(stopped)
+    for text in ("The answer</answer>", "The answer</answer>\n", "The answer"):
+        match = forest.match([SYSTEM, ASK, Message("assistant", text), MORE])
+        assert (match.node, match.depth, match.fork) == (stopped, 3, None)
+    edited = forest.match([SYSTEM, ASK, Message("assistant", "The answer</other>"), MORE])
+    assert edited.fork is ForkReason.HISTORY_EDITED
+    strict = Forest(MatchLevel.CANONICAL)
+    strict.add(stopped)
+    assert strict.match([SYSTEM, ASK, Message("assistant", "The answer</answer>"), MORE]).fork is not None
+
+
+def test_another_agents_system_prompt_is_a_handoff():
+    triage = Message("system", "You triage requests of customers.")
+    expert = Message("system", "As an expert on refunds, decide whether one is due.")
+    later = Message("system", "You triage requests of customers. It is noon.")
+    forest = Forest()
+    forest.add(node("a", [triage, ASK, REPLY]))
+    assert forest.match([expert, ASK, REPLY, MORE]).fork is ForkReason.HANDOFF
+    assert forest.match([ASK, REPLY, MORE]).fork is ForkReason.HANDOFF
+    assert forest.match([later, ASK, REPLY, MORE]).fork is ForkReason.CONTEXT_EDITED
+    assert forest.match([expert, Message("user", "else"), REPLY, MORE]).fork is ForkReason.CONTEXT_EDITED
+
+
+def test_steps_that_render_their_history_into_the_prompt_are_one_conversation():
+    """DSPy's ReAct: every step is a root, and so is a title; only the title is beside the main loop."""
+
+    def root(name: str, prompt: list[int]) -> Turn:
+        return replace(
+            node(name, [ASK, REPLY]).turn,
+            context_ids_T=np.array(prompt, np.int32),
+            fork_reason="" if name == "step-0" else "new_conversation",
+        )
+
+    fields = list(range(100, 180))
+    question = list(range(200, 210))
+    trailer = list(range(300, 310))
+    turns = [
+        root(f"step-{number}", [*fields, *question, *range(400, 400 + 20 * number), *trailer])
+        for number in range(5)
+    ]
+    title = root("title", [*range(500, 520), *question])
+    names = {turn.id for turn in (*turns, title)}
+    assert auxiliary_roots([turns[0], title, *turns[1:]], names) == ("title",)

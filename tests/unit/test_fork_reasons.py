@@ -36,6 +36,11 @@ REQUESTS = {
         [{"role": "system", "content": "It is 09:42."}, ASK, SAID, MORE],
         {},
     ),
+    ForkReason.HANDOFF: (
+        [{"role": "system", "content": "You triage."}, ASK],
+        [{"role": "system", "content": "Now you calculate, step by step."}, ASK, SAID, MORE],
+        {},
+    ),
     ForkReason.COMPACTED: ([ASK, OTHER, MORE], [{"role": "user", "content": "so far: ..."}, SAID, MORE], {}),
     ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
@@ -57,6 +62,13 @@ CHANGED = {
         "part": "content",
         "recorded": "It is 09:41.",
         "sent": "It is 09:42.",
+    },
+    ForkReason.HANDOFF: {
+        "message": 0,
+        "role": "system",
+        "part": "content",
+        "recorded": "You triage.",
+        "sent": "Now you calculate, step by step.",
     },
     ForkReason.COMPACTED: {
         "message": 0,

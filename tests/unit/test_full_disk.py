@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from test_gateway_turns import ASK, running
+from running_gateway import ASK, running
 from test_run_store import stored_session
 from tiny_model import make_tiny_model
 

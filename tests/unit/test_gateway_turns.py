@@ -416,7 +416,7 @@ async def test_bad_chat_body_is_a_400_in_openais_shape(gateway: Running):
 
 
 async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gateway: Running):
-    [session] = await gateway.open()
+    [session] = await gateway.open(purpose="serve")
     client = gateway.client(session)
     with pytest.raises(openai.BadRequestError, match="tools"):
         await client.chat.completions.create(
@@ -432,7 +432,7 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gatewa
     assert unknown.value.code == "model_not_found"
     assert [m.id for m in (await client.models.list()).data] == ["tiny"]
     assert (await client.models.retrieve("tiny")).model_dump() == {
-        "id": "tiny", "object": "model", "created": 0, "owned_by": "invrl"
+        "id": "tiny", "object": "model", "created": 0, "owned_by": "invrl", "max_model_len": 1024
     }  # fmt: skip
     for name in ("gpt-9", "tiny/b"):
         with pytest.raises(openai.NotFoundError, match=name) as unknown:

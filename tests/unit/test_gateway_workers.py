@@ -151,7 +151,8 @@ async def test_client_disconnect_reaches_the_worker_that_owns_the_session(worker
 
 
 async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
-    [session], [other] = await workers.at[1].open(), await workers.at[0].open()
+    [session] = await workers.at[1].open(purpose="serve")
+    [other] = await workers.at[0].open()
     client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
     with pytest.raises(openai.NotFoundError) as missing:
         await client.chat.completions.create(model="other", messages=[ASK])

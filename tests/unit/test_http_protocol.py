@@ -286,3 +286,47 @@ async def test_bytes_unread_by_a_closing_client_are_discarded_after_a_timeout():
     transport.close()
     async with asyncio.timeout(60):
         await aborted.wait()
+
+
+UPGRADE = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000], ids=["byte by byte", "in pieces", "at once"])
+async def test_a_request_that_offers_another_protocol_is_read_with_its_body(size: int):
+    """As the JDK's HTTP client sends it. A WebSocket is no more than a request either."""
+    received: list[tuple[str, bytes, list[bytes]]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        received.append((scope["path"], body, [name for name, _ in scope["headers"]]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    requests = [
+        b"POST /a?x=1 HTTP/1.1\r\nhost: x\r\n" + UPGRADE + b"content-length: 5\r\n\r\nhello",
+        CHUNKED.replace(b"POST / HTTP/1.1\r\n", b"POST /b HTTP/1.1\r\n" + UPGRADE) + b"0\r\n\r\n",
+        b"GET /c HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        b"POST /d HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbye",
+    ]
+    sent = b"".join(requests)
+    pieces = [sent[begin : begin + size] for begin in range(0, len(sent), size)]
+    async with Server(app) as server:
+        answers = await answer_to(server, *pieces)
+    assert answers.count(b"HTTP/1.1 200 OK") == len(requests)
+    assert [(path, body) for path, body, _ in received] == [
+        ("/a", b"hello"),
+        ("/b", b"abc"),
+        ("/c", b""),
+        ("/d", b"bye"),
+    ]
+    assert received[0][2] == [b"host", b"connection", b"http2-settings", b"content-length"]
+    assert all(b"upgrade" not in names for _, _, names in received)

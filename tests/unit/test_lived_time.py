@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from running_gateway import ASK, Running, eventually
 from stepped_clock import SteppedClock, SteppedMachine
 from test_gateway_recovery import Life, ask
 from test_gateway_recovery import life as life
-from test_gateway_turns import ASK, Running, eventually
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.server.heartbeat_page import HeartbeatPage

@@ -416,7 +416,8 @@ _BAD: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": -1},
     "stop": {"stop_sequences": [""]},
     "server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
-    "bash": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "screenshots": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
+    "run elsewhere": {"tools": [{"type": "code_execution_20250825", "name": "code_execution"}]},
     "no schema": {"tools": [{"name": "x"}]},
     "schema": {"tools": [{"name": "x", "input_schema": []}]},
     "same tools": {"tools": [CALC, CALC]},
@@ -457,7 +458,7 @@ async def test_bad_messages_body_is_a_400_in_anthropics_shape(gateway: Running):
 
 
 async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: Running):
-    [session] = await gateway.open()
+    [session] = await gateway.open(purpose="serve")
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
     found = await gateway.http.get(base + "/models", headers=version)
@@ -502,6 +503,51 @@ async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch
     made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
     monkeypatch.setitem(sys.modules, "anthropic", made)
     client = endpoint.anthropic()
-    assert client["base_url"] == f"{gateway.url}/s/{session.key}"
-    assert client["api_key"] == session.key
-    assert client["timeout"] == 9.0
+    assert (client["base_url"], client["api_key"], client["timeout"]) == (
+        f"{gateway.url}/s/{session.key}",
+        session.key,
+        9.0,
+    )
+
+
+CLIENT_TOOLS = [
+    ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}, '"restart"'),
+    (
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"command": "view", "path": "/a"},
+        '"insert_text"',
+    ),
+    (
+        {"type": "text_editor_20241022", "name": "str_replace_editor"},
+        {"command": "undo_edit", "path": "/a"},
+        '"undo_edit"',
+    ),
+    ({"type": "memory_20250818", "name": "memory"}, {"command": "view", "path": "/memories"}, '"rename"'),
+]
+
+
+@pytest.mark.parametrize(("tool", "arguments", "shown"), CLIENT_TOOLS)
+async def test_tools_that_the_client_runs_are_shown_as_functions(
+    tmp_path: Path,
+    model: Path,
+    renderer: Renderer,
+    tool: dict[str, Any],
+    arguments: dict[str, str],
+    shown: str,
+):
+    call = {"name": tool["name"], "arguments": arguments}
+    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    async with running(
+        tmp_path, model, renderer, parsers=parsers, context_length=4096, max_new_tokens=200
+    ) as gateway:
+        says(gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done.")
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], tools=[tool])
+        prompt = renderer._tokenizer.decode(gateway.engine.requests[0]["input_ids"], special=True)
+        assert shown in prompt
+        [block] = first["content"]
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", tool["name"], arguments)
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
+        reply = {"role": "assistant", "content": first["content"]}
+        await ask(gateway, session, [ASK, reply, {"role": "user", "content": [result]}], tools=[tool])
+        assert [turn.fork_reason for turn in gateway.turns(session)] == ["", ""]

@@ -309,6 +309,105 @@ async def test_namespaced_functions_are_known_by_both_names(gateway: Running, re
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
+APPLY = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch"},
+}
+PATCH = '*** Begin Patch\n+x = "1"\n*** End Patch'
+SHELL_ARGUMENTS = {"command": ["bash", "-lc", "ls"], "timeout_ms": 1000}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    called = [
+        {"name": "apply_patch", "arguments": {"input": PATCH}},
+        {"name": "local_shell", "arguments": SHELL_ARGUMENTS},
+    ]
+    calls = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called)
+    say(gateway, renderer, calls, "Done.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}], "store": False}
+
+    async def ask(items: list) -> Response:
+        if not stream:
+            return await client.responses.create(input=items, **settings)
+        response = None
+        inputs = {"delta": "", "done": ""}
+        async for event in await client.responses.create(input=items, stream=True, **settings):
+            if event.type == "response.custom_tool_call_input.delta":
+                inputs["delta"] += event.delta
+            if event.type == "response.custom_tool_call_input.done":
+                inputs["done"] = event.input
+            if event.type == "response.completed":
+                response = event.response
+        assert inputs["delta"] == inputs["done"]
+        assert response is not None
+        return response
+
+    question = {"role": "user", "content": "Add x"}
+    first = await ask([question])
+    prompt = renderer._tokenizer.decode(gateway.engine.requests[0]["input_ids"], special=True)
+    assert "start: begin_patch" in prompt
+    assert "local_shell" in prompt
+    patch, shell = first.output
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
+    assert (shell.type, shell.action.command) == ("local_shell_call", ["bash", "-lc", "ls"])
+    assert (shell.action.timeout_ms, shell.action.env, shell.status) == (1000, {}, "completed")
+    sent_back = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
+    results = [
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done"},
+        {"type": "local_shell_call_output", "id": shell.id, "output": "x.py"},
+    ]
+    last = await ask([question, *sent_back, *results])
+    assert last.output_text == "Done."
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", ""]
+    check_exact(gateway, turns, parents=[None, 0])
+    matches = (await gateway.env("/metrics")).json()["matches"]
+    assert matches == {"exact": 1} or matches == {"canonical": 1}
+    tail = renderer._tokenizer.decode(turns[1].context_ids_T.tolist(), special=True)
+    assert tail.index("Done") < tail.index("x.py")
+
+
+async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(gateway: Running, renderer: Renderer):
+    called = [{"name": "apply_patch", "arguments": {"patch": "x"}}, {"name": "local_shell", "arguments": {}}]
+    say(
+        gateway,
+        renderer,
+        "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called),
+        "Done.",
+    )
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}]}
+    first = await create(input="Add x", **settings)
+    patch, shell = first.output
+    assert (patch.type, json.loads(patch.input)) == ("custom_tool_call", {"patch": "x"})
+    assert (shell.type, shell.action.command) == ("local_shell_call", [])
+    items = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
+    results = [
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "no patch"},
+        {"type": "local_shell_call_output", "call_id": shell.call_id, "output": "no command"},
+    ]
+    await create(input=[{"role": "user", "content": "Add x"}, *items, *results], **settings)
+    check_exact(gateway, gateway.turns(session), parents=[None, 0])
+
+
+async def test_a_custom_tool_can_be_required(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, "x")
+    [session] = await gateway.open(purpose="serve")
+    create = gateway.client(session).responses.create
+    tools = [TOOL, APPLY, {"type": "local_shell"}]
+    for choice in ({"type": "custom", "name": "apply_patch"}, {"type": "local_shell"}):
+        await create(model="tiny", input="Add x", tools=tools, tool_choice=choice)
+    assert [turn.constrained for turn in gateway.turns(session)] == [True, True]
+
+
 async def test_response_settings_reach_the_turn(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "one two three four five", "{}")
     [session] = await gateway.open(purpose="serve")
@@ -377,8 +476,8 @@ BAD_FIELDS = {
     "file output": {
         "input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}]
     },
-    "custom tool": {"tools": [{"type": "custom", "name": "f"}]},
-    "shell tool": {"tools": [{"type": "local_shell"}]},
+    "screenshots": {"tools": [{"type": "computer_use_preview"}]},
+    "custom tool without name": {"tools": [{"type": "custom"}]},
     "tool name": {"tools": [{"type": "function", "name": "a b"}]},
     "tools twice": {"tools": [TOOL, TOOL]},
     "schema": {"tools": [{"type": "function", "name": "f", "parameters": 3}]},
@@ -426,8 +525,9 @@ async def test_bad_responses_body_is_a_400_in_openais_shape(gateway: Running):
     skipped = b'{"model": "tiny", "input": "x", "metadata": {"a": "\xff"}}'
     assert (await gateway.http.post(session.base_url + "/responses", content=skipped)).status_code == 400
     assert gateway.engine.requests == []
+    [serving] = await gateway.open(purpose="serve")
     with pytest.raises(openai.NotFoundError):
-        await gateway.client(session).responses.create(model="gpt-9", input="x")
+        await gateway.client(serving).responses.create(model="gpt-9", input="x")
 
 
 async def test_empty_and_truncated_replies_can_be_sent_back(gateway: Running, renderer: Renderer):

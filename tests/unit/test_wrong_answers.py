@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from fakes import FakeEngine, random_reply
-from test_gateway_turns import ASK, ENV_KEY, running
+from running_gateway import ASK, ENV_KEY, running
 
 from invrl.engines.engine_health import wrong_answer
 from invrl.engines.sglang_client import EngineLimits, GenerateEnd, GenerateRequest, SglangClient

@@ -1,11 +1,12 @@
 """`/v1/chat/completions`: the wire format, in both directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must be
-  the served one), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by
-  the session's max_new_tokens), `stop`, `logprobs`, `top_logprobs` (to 20), `n` (to 16), `tools` (functions),
-  `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
-  `reasoning_effort` (none: no thinking; others: thinking), `chat_template_kwargs.enable_thinking`.
+- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (any name
+  in training and evaluation, one of the server's in serving), `stream`, `stream_options.include_usage`,
+  `max_tokens`, `max_completion_tokens` (bounded by the session's max_new_tokens), `stop`, `logprobs`,
+  `top_logprobs` (to 20), `n` (to 16), `tools` (functions), `tool_choice`, `parallel_tool_calls` (false: calls
+  after the first are not shown), `response_format`, `reasoning_effort` (none: no thinking; others: thinking),
+  `chat_template_kwargs.enable_thinking`.
 - honoured too, as other servers have them: `enable_thinking`, `thinking.type`, `reasoning.effort` and
   `.enabled`, `chat_template_kwargs.thinking`.
 - set by the run: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
@@ -165,7 +166,7 @@ class ChatDialect(ChoicesDialect):
     last_fields: ClassVar = {"delta": {}}
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         if not body.messages:
             raise wire.bad_request("`messages` must not be empty", param="messages")
         if body.top_logprobs and not body.logprobs:
@@ -186,6 +187,7 @@ class ChatDialect(ChoicesDialect):
             sampling=self.sampling(body, max_tokens),
             stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
+            model=body.model,
             digest=wire.digest(b"chat", raw),
             ignored=ignored,
             retry=retry,
@@ -199,7 +201,7 @@ class ChatDialect(ChoicesDialect):
             "refusal": None,
         }
         if message.reasoning:
-            fields["reasoning_content"] = message.reasoning
+            fields |= _reasoning_fields(message.reasoning)
         if message.tool_calls:
             fields["content"] = message.content or None
             fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
@@ -208,7 +210,7 @@ class ChatDialect(ChoicesDialect):
     def delta_fields(self, delta: Delta) -> Fields:
         fields: Fields = {}
         if delta.reasoning:
-            fields["reasoning_content"] = delta.reasoning
+            fields |= _reasoning_fields(delta.reasoning)
         if delta.calls:
             fields["tool_calls"] = [_call_delta_fields(call) for call in delta.calls]
         if delta.content or not fields:
@@ -223,20 +225,31 @@ class ChatDialect(ChoicesDialect):
     ) -> Fields:
         return {"content": self.token_logprobs(pieces), "refusal": None}
 
-    def models(self, model: str) -> bytes:
-        """The answer of `/v1/models`, or of `/v1/models/{model}`. SessionError 404 if that model is not
-        served."""
-        card = {
-            "id": self.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "invrl",
-        }
-        if not model:
-            models = {"object": "list", "data": [card]}
-            return msgspec.json.encode(models)
-        wire.check_model(model, self.model)
-        return msgspec.json.encode(card)
+    def models(self, names: Sequence[str], context_length: int) -> bytes:
+        """The answer of `/v1/models`: the one model, under each of its names."""
+        cards = [_model_card(name, context_length) for name in names]
+        return msgspec.json.encode({"object": "list", "data": cards})
+
+    def show_model(self, name: str, context_length: int) -> bytes:
+        """The answer of `/v1/models/{name}`."""
+        return msgspec.json.encode(_model_card(name, context_length))
+
+
+def _model_card(name: str, context_length: int) -> Fields:
+    """A model as OpenAI describes it, with vLLM's `max_model_len`: the tokens of a prompt and its reply."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "invrl",
+        "max_model_len": context_length,
+    }
+
+
+def _reasoning_fields(text: str) -> Fields:
+    """Reasoning under both of the names by which clients read it: that of DeepSeek, SGLang and earlier vLLM,
+    and that of gpt-oss, OpenRouter and later vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_fields(call: ToolCall | CallDelta) -> Fields:

@@ -25,7 +25,7 @@ class _StreamOptions(msgspec.Struct):
 class ChoicesFields(wire.SamplingFields, kw_only=True):
     """The fields of both bodies."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: _Number | None = None

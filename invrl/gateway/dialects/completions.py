@@ -2,7 +2,7 @@
 
 The prompt is exactly what the model reads: no template wraps it. A prompt that begins with the whole text
 of an earlier prompt and its reply (special tokens and stop string included) continues that turn's exact ids.
-- honoured: `prompt` (one prompt: text, or token ids), `model` (must be the served one), `max_tokens` (16 by
+- honoured: `prompt` (one prompt: text, or token ids), `model` (as in chat), `max_tokens` (16 by
   default; bounded by the session's max_new_tokens), `n` (to 16), `stop`, `stream`,
   `stream_options.include_usage`, `logprobs` (to 20: those of the sampled tokens and of that many of the
   likeliest ones; of two tokens with the same text, the likelier one is shown; offsets count from the reply's
@@ -49,7 +49,7 @@ class CompletionsDialect(ChoicesDialect):
     last_fields: ClassVar = {"text": ""}
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         max_tokens = body.max_tokens
         if max_tokens is None:
             max_tokens = _DEFAULT_MAX_TOKENS
@@ -60,6 +60,7 @@ class CompletionsDialect(ChoicesDialect):
             sampling=self.sampling(body, max_tokens),
             stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
+            model=body.model,
             digest=wire.digest(b"completions", raw),
             ignored=ignored,
             retry=retry,

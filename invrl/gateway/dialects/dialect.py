@@ -58,8 +58,8 @@ class Dialect(Protocol[Request]):
     """The route below `/v1`."""
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
-        """The request in a body. SessionError 400 names the field that is wrong, 404 is for another model.
-        `find` is used for what the request names by an id."""
+        """The request in a body. SessionError 400 names the field that is wrong. `find` is used for what the
+        request names by an id."""
         ...
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:

@@ -2,10 +2,11 @@
 
 Every field of the API is in exactly one of these lists:
 - honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant, system; the last one must
-  not be the assistant's), `system`, `model` (must be the served one), `max_tokens` (bounded by the session's
-  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones), `tool_choice`, `thinking` (enabled,
-  adaptive: thinking, and it is shown; disabled: none; absent: the template's default, not shown; `display`
-  omitted: without its text), `output_config.format`, `output_format`.
+  not be the assistant's), `system`, `model` (as in chat), `max_tokens` (bounded by the session's
+  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones, and `bash_…`, `text_editor_…`,
+  `memory_…`, which the client runs), `tool_choice`, `thinking` (enabled, adaptive: thinking, and it is shown;
+  disabled: none; absent: the template's default, not shown; `display` omitted: without its text),
+  `output_config.format`, `output_format`.
 - set by the run: `temperature`, `top_p`, `top_k`, as in `chat.py`.
 - ignored, because they change no token: `metadata`, `service_tier`, `cache_control`, `context_management`
   (the history is used as it was sent), `diagnostics`, `inference_geo`, `speed`, `user_profile_id`,
@@ -14,8 +15,7 @@ Every field of the API is in exactly one of these lists:
   content says it), all of redacted_thinking; in tools all but name, description, input_schema, type and
   strict; the header anthropic-beta. A system block with Claude Code's billing header is dropped: it differs
   in every request.
-- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, Anthropic's own tools (any type but
-  custom).
+- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools that Anthropic runs.
 Any other field of the body or of a message is ignored and counted.
 
 The text blocks of one message are joined by a newline; the assistant's are joined without one, as they were
@@ -34,6 +34,7 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
+from invrl.gateway.dialects.client_tools import client_tool
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
 from invrl.gateway.dialects.wire import Fields
@@ -85,7 +86,7 @@ class _OutputConfig(msgspec.Struct):
 
 class _Body(msgspec.Struct, kw_only=True):
     messages: list[SentMessage]
-    model: str
+    model: str | None = None
     max_tokens: wire.Count | None = None
     system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
@@ -136,7 +137,7 @@ class MessagesDialect:
         self.model = model
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> MessagesRequest:
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         if body.max_tokens is None:
             raise wire.bad_request("max_tokens: Field required", param="max_tokens")
         turn = _turn_request(body, raw, retry=retry, ignored=ignored)
@@ -150,7 +151,7 @@ class MessagesDialect:
 
     def parse_count(self, raw: bytes) -> TurnRequest:
         """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be missing."""
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         return _turn_request(body, raw, retry=False, ignored=ignored)
 
     def counted(self, tokens: int) -> bytes:
@@ -186,25 +187,19 @@ class MessagesDialect:
         }
         return msgspec.json.encode(body)
 
-    def models(self, model: str) -> bytes:
+    def models(self, names: Sequence[str], context_length: int) -> bytes:
         """As `ChatDialect.models`, for an Anthropic client."""
-        card = {
-            "type": "model",
-            "id": self.model,
-            "display_name": self.model,
-            "lifecycle": "active",
-            "created_at": "1970-01-01T00:00:00Z",
-        }
-        if model:
-            wire.check_model(model, self.model)
-            return msgspec.json.encode(card)
         models = {
-            "data": [card],
+            "data": [_model_card(name, context_length) for name in names],
             "has_more": False,
-            "first_id": self.model,
-            "last_id": self.model,
+            "first_id": names[0],
+            "last_id": names[-1],
         }
         return msgspec.json.encode(models)
+
+    def show_model(self, name: str, context_length: int) -> bytes:
+        """As `ChatDialect.show_model`, for an Anthropic client."""
+        return msgspec.json.encode(_model_card(name, context_length))
 
     def message_fields(
         self,
@@ -224,6 +219,17 @@ class MessagesDialect:
             **stop,
             "usage": usage,
         }
+
+
+def _model_card(name: str, context_length: int) -> Fields:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "lifecycle": "active",
+        "created_at": "1970-01-01T00:00:00Z",
+        "max_input_tokens": context_length,
+    }
 
 
 def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
@@ -450,6 +456,7 @@ def _turn_request(
         sampling=sampling,
         stop=wire.stop_strings(body.stop_sequences, "stop_sequences"),
         stream=bool(body.stream),
+        model=body.model,
         digest=wire.digest(b"messages", raw),
         ignored=ignored,
         retry=retry,
@@ -468,8 +475,8 @@ def _schema(body: _Body) -> str:
 
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
-        reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
-        raise wire.bad_request(reason, param=param, code="unsupported_parameter")
+        function = client_tool(tool.type, tool.name, param)
+        return wire.make_tool(function, param)
     if not wire.json_schema(tool.parameters, f"{param}.input_schema"):
         param = f"{param}.input_schema"
         raise wire.bad_request(f"{param}: Field required", param=param)

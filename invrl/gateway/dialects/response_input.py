@@ -13,6 +13,16 @@ from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import FindTurn
 from invrl.gateway.dialects.joined_messages import JoinedMessages
+from invrl.gateway.dialects.response_calls import (
+    CALL_PREFIXES,
+    CALL_TYPES,
+    CUSTOM,
+    LOCAL_SHELL,
+    LOCAL_SHELL_NAME,
+    RESULT_TYPES,
+    custom_arguments,
+    local_shell_arguments,
+)
 from invrl.gateway.dialects.response_output import item_place
 from invrl.gateway.dialects.response_tools import qualified_name
 from invrl.gateway.types import Message, ToolCall
@@ -38,6 +48,8 @@ class InputItem(msgspec.Struct):
     namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: msgspec.Raw = wire.NO_JSON
     output: str | list[wire.Part] | None = None
 
 
@@ -56,7 +68,7 @@ def input_messages(items: str | Sequence[InputItem], find: FindTurn) -> tuple[Me
         if item.id and _kind(item) == "item_reference":
             message, turn_id = references.resolve(item.id, param)
         else:
-            message = _message(item, param)
+            message = _message(item, param, references)
         is_same_turn = turn_id != "" and turn_id == last_turn_id
         if is_same_turn or joined.continues_reply(message):
             joined.join(message)
@@ -76,6 +88,16 @@ class _References:
         self._find = find
         self._turns_with_text: set[str] = set()
         """The turns whose text was named already."""
+
+    def call_id(self, item_id: str) -> str:
+        """The id of the call that an output item is; the id itself for any other item."""
+        place = item_place(item_id)
+        if place is None or place.prefix not in CALL_PREFIXES:
+            return item_id
+        node = self._find(place.turn_id)
+        if node is None or node.raw or place.place >= len(node.messages[-1].tool_calls):
+            return item_id
+        return node.messages[-1].tool_calls[place.place].id
 
     def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
         """The item as a message of the assistant, and the id of its turn. SessionError 400 for an id that
@@ -116,7 +138,7 @@ def _kind(item: InputItem) -> str:
     return "item_reference"
 
 
-def _message(item: InputItem, param: str) -> Message:
+def _message(item: InputItem, param: str, references: _References) -> Message:
     """The message of an item that was sent in full."""
     kind = _kind(item)
     if kind == "message":
@@ -125,11 +147,11 @@ def _message(item: InputItem, param: str) -> Message:
         content = item.content or item.summary or ""
         text = wire.text_of(content, f"{param}.content")
         return Message("assistant", reasoning=text)
-    if kind == "function_call":
+    if kind in CALL_TYPES:
         call = _tool_call(item, param)
         return Message("assistant", tool_calls=(call,))
-    if kind == "function_call_output":
-        return _tool_result(item, param)
+    if kind in RESULT_TYPES:
+        return _tool_result(item, param, references)
     if kind == "item_reference":
         reason = f"{param}.id: an item reference needs the item's id"
         raise wire.bad_request(reason, param=f"{param}.id")
@@ -146,18 +168,28 @@ def _plain_message(item: InputItem, param: str) -> Message:
 
 
 def _tool_call(item: InputItem, param: str) -> ToolCall:
-    if not item.call_id or not item.name:
+    item_name = item.name
+    if item.type == LOCAL_SHELL.item_type:
+        item_name = LOCAL_SHELL_NAME
+    if not item.call_id or not item_name:
         raise wire.bad_request(f"{param} needs `call_id` and `name`", param=param)
     arguments = item.arguments
-    if arguments is None:
+    if item.type == CUSTOM.item_type:
+        arguments = custom_arguments(item.input or "")
+    elif item.type == LOCAL_SHELL.item_type:
+        arguments = local_shell_arguments(item.action, f"{param}.action")
+    elif arguments is None:
         arguments = "{}"
     wire.call_arguments(arguments, f"{param}.arguments")
-    name = qualified_name(item.namespace, item.name)
+    name = qualified_name(item.namespace, item_name)
     return ToolCall(item.call_id, name, arguments)
 
 
-def _tool_result(item: InputItem, param: str) -> Message:
-    if not item.call_id or item.output is None:
+def _tool_result(item: InputItem, param: str, references: _References) -> Message:
+    call_id = item.call_id
+    if not call_id and item.id:
+        call_id = references.call_id(item.id)  # the result of a local shell names the item
+    if not call_id or item.output is None:
         raise wire.bad_request(f"{param} needs `call_id` and `output`", param=param)
     text = wire.text_of(item.output, f"{param}.output")
-    return Message("tool", text, tool_call_id=item.call_id)
+    return Message("tool", text, tool_call_id=call_id)

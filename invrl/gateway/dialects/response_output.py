@@ -6,27 +6,29 @@ the order in which they come. Calls stay open until the end, because their argum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from invrl.gateway.dialects.response_calls import CALL_PREFIXES, FUNCTION, LOCAL_SHELL, CalledTool, CallKind
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import CallDelta, Delta
 
 Event = Fields
 Logprobs = Sequence[Fields]
-ItemKind = Literal["reasoning", "message", "function_call"]
-ItemPrefix = Literal["rs", "msg", "fc"]
-"""What the id of an item begins with: reasoning, message, function call."""
+TextKind = Literal["reasoning", "message"]
+ItemKind = TextKind | CallKind
+"""Reasoning and messages have content; calls have a kind of their own."""
 _REASONING_EVENT = "response.reasoning_text"
 _TEXT_EVENT = "response.output_text"
-_ARGUMENTS_EVENT = "response.function_call_arguments"
-_ITEM_ID = re.compile(r"(rs|msg|fc)_(turn-[0-9a-f]+)(?:_(\d{1,9}))?")
+_PREFIXES = "|".join(("rs", "msg", *CALL_PREFIXES))
+_ITEM_ID = re.compile(rf"({_PREFIXES})_(turn-[0-9a-f]+)(?:_(\d{{1,9}}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPlace:
     """Where an output item belongs, as its id says."""
 
-    prefix: ItemPrefix
+    prefix: str
+    """`rs` of reasoning, `msg` of a message, otherwise that of a call."""
     turn_id: str
     place: int
     """The number of a call among the turn's calls; the place of any other item in the output."""
@@ -39,7 +41,7 @@ def item_place(item_id: str) -> ItemPlace | None:
         return None
     prefix, turn_id, place = match.groups()
     return ItemPlace(
-        prefix=cast(ItemPrefix, prefix),
+        prefix=prefix,
         turn_id=turn_id,
         place=int(place or 0),
     )
@@ -84,8 +86,8 @@ class _Item:
     def without_text(self) -> Fields:
         """The item as it begins."""
         fields = dict(self.fields)
-        if self.kind == "function_call":
-            fields["arguments"] = ""
+        if isinstance(self.kind, CallKind):
+            fields |= self.kind.fields("")
         else:
             fields["content"] = []
         fields["status"] = "in_progress"
@@ -94,8 +96,8 @@ class _Item:
     def whole(self, status: str) -> Fields:
         """The item with all of its text."""
         fields = dict(self.fields)
-        if self.kind == "function_call":
-            fields["arguments"] = self.text
+        if isinstance(self.kind, CallKind):
+            fields |= self.kind.fields(self.text)
         else:
             fields["content"] = [self.content_part()]
         fields["status"] = status
@@ -103,12 +105,12 @@ class _Item:
 
 
 class ResponseOutput:
-    """Call `add` with the deltas of the reply, then `close`. Both return the new events. `functions` has the
-    namespace and the name of each function in a namespace, by the name that the model knows."""
+    """Call `add` with the deltas of the reply, then `close`. Both return the new events. `tools`: the tools
+    as the client knows them, by the name that the model knows; others are functions of that name."""
 
-    def __init__(self, turn_id: str, functions: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, turn_id: str, tools: Mapping[str, CalledTool]) -> None:
         self._turn_id = turn_id
-        self._functions = functions
+        self._tools = tools
         self.items: list[Fields] = []
         """All items, each in its place; an item is whole once it is done."""
         self._calls: list[_Item] = []
@@ -167,16 +169,18 @@ class ResponseOutput:
         """The first piece of a call has its name, and begins an item."""
         if call.name:
             self._finish_current()
-            fields = self._call_fields(call)
-            item = self._begin_item("function_call", fields)
+            tool = self._tools.get(call.name, CalledTool(name=call.name))
+            item = self._begin_item(tool.kind, self._call_fields(call, tool))
             self._calls.append(item)
         item = self._calls[call.index]
         if call.arguments:
             item.texts.append(call.arguments)
-            event = item.event(f"{_ARGUMENTS_EVENT}.delta", delta=call.arguments)
-            self._events.append(event)
+            kind = item.kind
+            if isinstance(kind, CallKind) and kind.streams_text:
+                event = item.event(f"{kind.text_event}.delta", delta=call.arguments)
+                self._events.append(event)
 
-    def _open_item(self, kind: Literal["reasoning", "message"]) -> _Item:
+    def _open_item(self, kind: TextKind) -> _Item:
         """The current item if it is of this kind, or a new one behind all others."""
         if self._current is not None and self._current.kind == kind:
             return self._current
@@ -202,17 +206,16 @@ class ResponseOutput:
         self._current = item
         return item
 
-    def _call_fields(self, call: CallDelta) -> Fields:
-        unqualified = ("", call.name)
-        namespace, name = self._functions.get(call.name, unqualified)
+    def _call_fields(self, call: CallDelta, tool: CalledTool) -> Fields:
         fields = {
-            "type": "function_call",
-            "id": f"fc_{self._turn_id}_{call.index}",
+            "type": tool.kind.item_type,
+            "id": f"{tool.kind.prefix}_{self._turn_id}_{call.index}",
             "call_id": call.id,
-            "name": name,
         }
-        if namespace:
-            fields["namespace"] = namespace
+        if tool.kind is not LOCAL_SHELL:
+            fields["name"] = tool.name
+        if tool.namespace:
+            fields["namespace"] = tool.namespace
         return fields
 
     def _begin_item(self, kind: ItemKind, fields: Fields) -> _Item:
@@ -249,13 +252,8 @@ def _item_event(change: Literal["added", "done"], item: _Item, fields: Fields) -
 
 def _text_done_events(item: _Item) -> list[Event]:
     """The events that repeat the whole text of an item."""
-    if item.kind == "function_call":
-        event = item.event(
-            f"{_ARGUMENTS_EVENT}.done",
-            name=item.fields["name"],
-            arguments=item.text,
-        )
-        return [event]
+    if isinstance(item.kind, CallKind):
+        return _call_done_events(item, item.kind)
     if item.kind == "reasoning":
         event = item.event(
             f"{_REASONING_EVENT}.done",
@@ -275,3 +273,19 @@ def _text_done_events(item: _Item) -> list[Event]:
         part=item.content_part(),
     )
     return [event, part_event]
+
+
+def _call_done_events(item: _Item, kind: CallKind) -> list[Event]:
+    """The events that carry the whole text of a call. A text that is not that of the arguments is known only
+    now, and is one piece."""
+    if not kind.text_event:
+        return []
+    text = kind.text(item.text)
+    events: list[Event] = []
+    if not kind.streams_text:
+        events.append(item.event(f"{kind.text_event}.delta", delta=text))
+    done = item.event(f"{kind.text_event}.done", **{kind.text_field: text})
+    if kind is FUNCTION:
+        done["name"] = item.fields["name"]
+    events.append(done)
+    return events

@@ -1,15 +1,16 @@
 """`/v1/responses`, and the retrieval of a response by its id: the wire format, in both directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
-  `reasoning`, `item_reference` to an item of an earlier response of this session; the items of one reply
-  become one message again), `model` (must be the served one), `instructions`, `previous_response_id` (a
-  response of this session, whatever `store` said), `stream`, `max_output_tokens` (bounded by the session's
-  max_new_tokens), `tools` (functions, also in a `namespace`: the model knows them as `namespace.name`),
-  `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `text.format`,
-  `reasoning.effort` (none: no thinking; others: thinking), `include: message.output_text.logprobs` (the
-  message has those of every token that was sampled before its end), `top_logprobs` (to 20; shown with the
-  log-probs).
+- honoured: `input` (text, or items: messages with text parts, `function_call`, `custom_tool_call`,
+  `local_shell_call` and their outputs, `reasoning`, `item_reference` to an item of an earlier response of
+  this session; the items of one reply become one message again), `model` (as in chat), `instructions`,
+  `previous_response_id` (a response of this session, whatever `store` said), `stream`, `max_output_tokens`
+  (bounded by the session's max_new_tokens), `tools` (functions and custom tools, also in a `namespace`: the
+  model knows them as `namespace.name`; `local_shell`; the model knows all of them as functions, and is not
+  held to a grammar), `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown),
+  `text.format`, `reasoning.effort` (none: no thinking; others: thinking), `include:
+  message.output_text.logprobs` (the message has those of every token that was sampled before its end),
+  `top_logprobs` (to 20; shown with the log-probs).
 - set by the run: the sampling parameters of `chat.py`, under the same names and rules.
 - ignored, because they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
   `prompt_cache_*`, `client_metadata`, `max_tool_calls` (of built-in tools), `background_options`,
@@ -23,9 +24,10 @@ Every field of the API is in exactly one of these lists:
 Any other field is ignored and counted. Reasoning tokens are counted up to the mark `</think>`.
 
 A response is retrieved from the record of its turn alone (the turn may be of another dialect). Of the
-settings of its request it repeats `instructions`, and `tools` as the model knows them; `previous_response_id`
-is the turn that it continued, whether or not the request named it. `include` is honoured, `stream` is
-refused, other parameters (`starting_after`, ...) have no effect."""
+settings of its request it repeats `instructions`, and `tools` as the model knows them;
+`previous_response_id` is the turn that it continued, whether or not the request named it; all calls are of
+functions. `include` is honoured, `stream` is refused, other parameters (`starting_after`, ...) have no
+effect."""
 
 from __future__ import annotations
 
@@ -39,12 +41,13 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
+from invrl.gateway.dialects.response_calls import CalledTool
 from invrl.gateway.dialects.response_input import InputItem, input_messages
 from invrl.gateway.dialects.response_output import Event, ResponseOutput
 from invrl.gateway.dialects.response_tools import (
     ToolChoiceField,
     ToolField,
-    namespaced_functions,
+    called_tools,
     read_tool_choice,
     read_tools,
     tool_fields,
@@ -87,7 +90,7 @@ class _Reasoning(msgspec.Struct):
 
 
 class _Body(wire.SamplingFields, kw_only=True):
-    model: str
+    model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -174,8 +177,8 @@ class _Presentation(msgspec.Struct, frozen=True, kw_only=True):
     """How a response is shown."""
 
     logprobs: bool
-    functions: Mapping[str, tuple[str, str]] = {}
-    """Namespace and name of the functions in namespaces, by the name that the model knows."""
+    tools: Mapping[str, CalledTool] = {}
+    """The tools as the client knows them, by the name that the model knows."""
     echo: Mapping[str, Any]
     """The settings of the request that the response repeats."""
 
@@ -188,7 +191,7 @@ class ResponsesDialect(OpenAIDialect):
     path = "/responses"
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ResponsesRequest:
-        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        body, ignored = wire.decode(_DECODER, raw, _TABLE)
         include = body.include or ()
         for name in include:
             if name not in _INCLUDABLE:
@@ -218,13 +221,14 @@ class ResponsesDialect(OpenAIDialect):
             sampling=self.sampling(body, body.max_output_tokens),
             stop=(),
             stream=bool(body.stream),
+            model=body.model,
             digest=wire.digest(b"responses", raw),
             ignored=ignored,
             retry=retry,
         )
         presentation = _Presentation(
             logprobs=shows_logprobs,
-            functions=namespaced_functions(tool_list),
+            tools=called_tools(tool_list),
             echo=_echo(raw),
         )
         return ResponsesRequest(turn=turn, presentation=presentation)
@@ -306,7 +310,7 @@ class ResponsesDialect(OpenAIDialect):
         return self.response(presentation, turn.id, turn.started_at, **changed)
 
     def _encode_response(self, presentation: _Presentation, answer: Answer) -> bytes:
-        output = ResponseOutput(answer.turn.id, presentation.functions)
+        output = ResponseOutput(answer.turn.id, presentation.tools)
         logprobs = self.logprobs(presentation, answer.pieces)
         output.add(_delta_of(answer.message), logprobs)
         output.close(complete=_is_complete(answer))
@@ -354,7 +358,7 @@ class _ResponseStream:
         self._dialect = dialect
         self._presentation = request.presentation
         self._start = start
-        self._output = ResponseOutput(start.turn_id, self._presentation.functions)
+        self._output = ResponseOutput(start.turn_id, self._presentation.tools)
         self._num_events = 0
         self._logprobs: list[Fields] = []
         """Those of tokens whose text is held back, or is not part of the message."""

@@ -12,6 +12,7 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects.body_fields import FieldTable
+from invrl.gateway.dialects.json_text import not_json
 from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
@@ -31,7 +32,7 @@ _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """SGLang's own bounds are wider, but its sampler fails on a negative seed."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _MAX_STOPS = 16
-_MAX_TOOLS = 128
+_MAX_TOOLS = 4096
 _MAX_TOOL_NAME = 128
 _MAX_VALUES = 2**20
 """Objects, lists and their items, of a body or of a call's arguments. Parsing is one step in which no other
@@ -95,24 +96,21 @@ def bad_request(
 def decode(
     decoder: msgspec.json.Decoder[Body],
     raw: bytes,
-    served_model: str,
     table: FieldTable,
 ) -> tuple[Body, tuple[str, ...]]:
-    """The body of a request, and the names of its fields that are ignored. SessionError 404 if the request
-    is for another model than `served_model`."""
+    """The body of a request, and the names of its fields that are ignored."""
     _check_number_of_values(raw, "the body")
     try:
         raw.decode()  # msgspec does not check the encoding of what it skips
-        body: Any = decoder.decode(raw)
+        body = decoder.decode(raw)
         ignored = table.ignored(raw)
     except RecursionError:
         raise bad_request("the request's JSON is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise bad_request("the request's JSON is not UTF-8") from None
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         reason = str(error)
         raise bad_request(reason, param=_field_in(reason)) from None
-    check_model(body.model, served_model)
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise not_json(raw, error) from None
     return body, ignored
 
 
@@ -140,13 +138,6 @@ def _check_number_of_values(raw: bytes, name: str) -> None:
 
 def _count_signs(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-
-
-def check_model(model: str, served_model: str) -> None:
-    """SessionError 404 for a model that is not served."""
-    if model != served_model:
-        reason = f"The model `{model}` does not exist; this server has `{served_model}`."
-        raise SessionError(reason, status=404, code="model_not_found", param="model")
 
 
 def call_arguments(text: str, param: str) -> str:

@@ -4,43 +4,71 @@ from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "�"
 """What a tokenizer writes for bytes that are no whole character."""
+_MAX_PENDING_IDS = 16
+"""More ids than those of a few characters: their bytes form no character, however long one waits."""
+_MAX_UNSETTLED_IDS = 256
+"""Ids whose text is shown as it is, so that the work for a token has a bound whatever the decoder does."""
+_UNSETTLED_CHARACTERS = 4
+"""The characters at the end that the next ids may change. A character has up to four bytes, an id one or
+more."""
+_CONTEXT_IDS = 32
+"""Ids that are kept as context where no character ends between two ids: as many bytes as
+`_UNSETTLED_CHARACTERS` have, and more."""
 
 
 class TextStream:
     """Turns ids into text. It never splits a character, and it holds back a stop string and everything that
-    may become one. The pieces joined are the text of the reply. `decode` turns ids into text."""
+    may become one. The pieces joined are the text of the reply. `decode` turns ids into text.
+
+    Invariant: the work for one id has a bound, also where the ids never form a character."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        """The latest ids. The first `_decoded` of them are in the text already; they are the context in which
-        the others are decoded."""
-        self._decoded = 0
+        """The latest ids. The first `_num_context` of them are the context in which the others are
+        decoded."""
+        self._num_context = 0
+        self._num_shown = 0
+        """How many characters of the text of `_ids` are in the reply's text already."""
         self._text = ""
         """Text that was not returned yet: it is, or may become, a stop string."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that may be shown now."""
         self._ids += ids
-        text = self._new_text()
-        if text and not text.endswith(_INCOMPLETE):
-            self._text += text
-            del self._ids[: self._decoded]
-            self._decoded = len(self._ids)
+        text = self._decode(self._ids)
+        num_pending = len(self._ids) - self._num_context
+        if len(text) > self._num_shown and not text.endswith(_INCOMPLETE):
+            self._text += text[self._num_shown :]
+            self._keep(self._ids[self._num_context :], rest="")
+        elif num_pending > _MAX_PENDING_IDS:
+            self._settle(text, num_pending)
         return self._take(self._safe_length())
 
     def finish(self) -> str:
         """The rest of the text, once the last id has been pushed."""
-        if self._decoded < len(self._ids):
-            self._text += self._new_text()
+        self._text += self._decode(self._ids)[self._num_shown :]
         return self._take(self._stop_position())
 
-    def _new_text(self) -> str:
-        """The text of the ids that are not decoded yet."""
-        context = self._decode(self._ids[: self._decoded])
-        text = self._decode(self._ids)
-        return text[len(context) :]
+    def _settle(self, text: str, num_pending: int) -> None:
+        """Shows all of `text`, that of the latest ids, but the characters at its end. Earlier ids are
+        forgotten, as far as that leaves those characters what they are."""
+        settled = max(self._num_shown, len(text) - _UNSETTLED_CHARACTERS)
+        rest = text[settled:]
+        latest_ids = self._ids[-_CONTEXT_IDS:]
+        if num_pending > _MAX_UNSETTLED_IDS:
+            self._text += text[self._num_shown :]
+            self._keep([], rest="")
+        elif self._decode(latest_ids).endswith(rest):
+            self._text += text[self._num_shown : settled]
+            self._keep(latest_ids, rest=rest)
+
+    def _keep(self, ids: list[int], *, rest: str) -> None:
+        """Keeps these ids as context. `rest`: the end of their text, which is not shown yet."""
+        self._ids = ids
+        self._num_context = len(ids)
+        self._num_shown = len(self._decode(ids)) - len(rest)
 
     def _take(self, length: int) -> str:
         taken = self._text[:length]

@@ -51,10 +51,12 @@ class AgentEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
+        record: SessionRecord | None = None
         try:
             keys = keys_of_request(scope["path_params"].get("key"), client.headers)
             record = self.registry.by_key(keys)
             session_of_task.set(record.session.id)
+            client.session_id = record.session.id
             record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
@@ -64,16 +66,17 @@ class AgentEndpoint:
             with self._traced(client, record):
                 await self._serve(client, record, body)
         except SessionError as error:
-            await self._refuse(client, error)
+            await self._refuse(client, record, error)
         except (ServerError, DeadlineError) as error:
             _log.warning("generation failed: %s", error)
             refusal = SessionError(str(error), status=503, code="engine_unavailable", retry_after_s=1.0)
-            await self._refuse(client, refusal)
+            await self._refuse(client, record, refusal)
         except DiskFullError as error:
-            await self._refuse(client, disk_full(error))
+            await self._refuse(client, record, disk_full(error))
         except Exception:
             _log.exception("a request failed inside of the gateway")
-            await self._refuse(client, SessionError("internal error", status=500, code="internal_error"))
+            refusal = SessionError("internal error", status=500, code="internal_error")
+            await self._refuse(client, record, refusal)
         finally:
             client.release()
 
@@ -113,6 +116,7 @@ class AgentEndpoint:
         is_retry = client.headers.get(_RETRY_COUNT, "0") != "0"
         parse = partial(self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn)
         request = await self.turns.threads.run(parse, size=len(body))
+        self.turns.check_model(record, request.turn.model)
         self.turns.count_ignored(record, request.turn.ignored)
         prepared = await self.turns.prepare(conversation, request.turn, size=len(body))
         self.turns.conversation(record)  # SessionError if it was closed in the meantime
@@ -160,9 +164,14 @@ class AgentEndpoint:
         answers = [await source.answer() for source in sources]
         return await client.end(stream.tail(answers))
 
-    async def _refuse(self, client: ClientConnection, error: SessionError) -> None:
+    async def _refuse(
+        self, client: ClientConnection, record: SessionRecord | None, error: SessionError
+    ) -> None:
+        """`record`: the session of the request; None if its key opens none."""
         if client.gone.is_set():
             return
+        if record is not None:
+            record.note_refusal(error)
         if client.started:
             await client.end(client.error_event(error))
             return
@@ -181,6 +190,7 @@ class CountEndpoint(AgentEndpoint):
     async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
         parse = partial(self.dialect.parse_count, body)
         request = await self.turns.threads.run(parse, size=len(body))
+        self.turns.check_model(record, request.model)
         conversation = self.turns.conversation(record)
         tokens = await self.turns.count_tokens(conversation, request, size=len(body))
         await client.answer(200, _JSON, self.dialect.counted(tokens))

@@ -1,6 +1,7 @@
 """The routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for each dialect, and those
 that look up models and recorded responses."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from fastapi import Request, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from invrl.errors import SessionError
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
@@ -56,6 +58,16 @@ class AgentRoutes:
             return self._messages
         return self._chat
 
+    def note_refusal(self, request: Request, error: SessionError) -> None:
+        """Keeps the refusal of a request that carries the key of an open session."""
+        parts = request.url.path.split("/")
+        key_in_path = None
+        if parts[1:2] == ["s"] and len(parts) > 2:
+            key_in_path = parts[2]
+        with contextlib.suppress(SessionError):
+            keys = keys_of_request(key_in_path, dict(request.headers))
+            self._registry.by_key(keys).note_refusal(error)
+
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
         """The routes that take a prompt, by their path below `/v1`."""
         dialects: list[Dialect[Any]] = [self._chat, self._completions, self._responses, self._messages]
@@ -83,8 +95,15 @@ class AgentRoutes:
         return routes
 
     async def _show_models(self, request: Request) -> Response:
-        self._session_of(request)
-        body = self.dialect_for(request).models(request.path_params.get("id", ""))
+        """The model under all its names, or under the one that the path asks for."""
+        record = self._session_of(request)
+        dialect = self.dialect_for(request)
+        name = request.path_params.get("id", "")
+        if not name:
+            body = dialect.models(self._settings.model_names, self._settings.context_length)
+        else:
+            self._turns.check_model(record, name)
+            body = dialect.show_model(name, self._settings.context_length)
         return Response(body, media_type="application/json")
 
     async def _show_response(self, request: Request) -> Response:

@@ -6,11 +6,12 @@ counterpart."""
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from invrl.errors import SessionError
@@ -52,8 +53,13 @@ class _GatewayApp(FastAPI):
         super().__init__(**settings)
         self.sampling_endpoints: dict[str, ASGIApp] = {}
         """By path, without the prefix."""
+        self.outermost: ASGIApp = self.serve
+        """The layer that gets each request first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.outermost(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             match = _SAMPLING_PATH.fullmatch(scope["path"])
             if match is not None:
@@ -94,6 +100,7 @@ def make_app(
         run_seed=settings.sampling_seed,
         match_level=MatchLevel[settings.match_level.upper()],
         constrained=settings.constrained,
+        models=settings.model_names,
         recorded_top_logprobs=settings.record_top_logprobs,
     )
     lifecycle = _make_lifecycle(settings, registry, turns, store, run_ended)
@@ -130,11 +137,25 @@ def make_app(
     def format_error(request: Request, error: SessionError) -> bytes:
         return agent_routes.dialect_for(request).error(error)
 
-    add_error_handlers(app, format_error)
+    add_error_handlers(app, format_error, agent_routes.note_refusal)
     _add_counting(app, requests)
     if len(peers.place.urls) > 1:
         _add_forwarding(app, settings, peers, format_error)
+    if settings.gateway_cors_origins:
+        app.outermost = _cors(app.serve, settings.gateway_cors_origins)
     return app
+
+
+def _cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of these origins call the gateway. They send their key themselves, so no cookie is
+    allowed."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
 
 
 async def _health() -> dict[str, str]:

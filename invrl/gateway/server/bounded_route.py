@@ -7,15 +7,16 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Message
+from starlette.types import Message, Scope
 
+from invrl.gateway.dialects.json_text import check_encoding
 from invrl.gateway.server.connection import ClientConnection
 
 
 def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_s: float) -> type[APIRoute]:
     """A route class. Its routes first call `authorize` with a request whose body has not been read, and
     answer the error that it raises. Then they read the body: 413 if it has more than `limit` bytes, 408 if it
-    is not complete after `deadline_s`."""
+    is not complete after `deadline_s`. A body is JSON, whatever its content type; no body is `{}`."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -29,9 +30,11 @@ def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_
                     await client.gone.wait()
                     return {"type": "http.disconnect"}
 
-                request_with_body = Request(request.scope, receive_after_body)
+                request_with_body = Request(_as_json(request.scope), receive_after_body)
                 try:
-                    request_with_body._body = await client.body(limit=limit, deadline_s=deadline_s)
+                    body = await client.body(limit=limit, deadline_s=deadline_s)
+                    check_encoding(body)
+                    request_with_body._body = body.strip() or b"{}"
                     return await handle(request_with_body)
                 finally:
                     client.release()
@@ -39,3 +42,9 @@ def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_
             return handle_bounded
 
     return BoundedRoute
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The request with the content type of JSON, which curl, for one, does not send by itself."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}

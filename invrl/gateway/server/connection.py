@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from invrl.errors import SessionError
+from invrl.gateway.server.content_encoding import decompress
 
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -27,6 +28,8 @@ class ClientConnection:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.gone = asyncio.Event()
         """Set when the client has disconnected."""
+        self.session_id = ""
+        """The session of the request, once its key is known. Every answer then names it."""
         self.started = False
         """The head of the answer has been sent: its status cannot be changed any more."""
         self.error_event: Callable[[SessionError], bytes] = lambda _: b""
@@ -34,7 +37,20 @@ class ClientConnection:
         self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:
-        """Reads the whole body. SessionError 413 if it has more than `limit` bytes, 408 past the deadline."""
+        """Reads the whole body, and decompresses it. SessionError 413 if it has more than `limit` bytes, 408
+        past the deadline, 400 or 415 if it cannot be decompressed."""
+        return await self.decompressed(await self.sent_body(limit=limit, deadline_s=deadline_s), limit=limit)
+
+    async def decompressed(self, body: bytes, *, limit: int) -> bytes:
+        """The body without its content encoding. SessionError as `body`. A thread does the work: a few
+        kilobytes may be as many megabytes as the limit allows."""
+        encoding = self.headers.get("content-encoding", "")
+        if not encoding:
+            return body
+        return await asyncio.to_thread(decompress, body, encoding, limit=limit)
+
+    async def sent_body(self, *, limit: int, deadline_s: float) -> bytes:
+        """Reads the whole body as it was sent. SessionError 413, 408 as `body`."""
         try:
             async with asyncio.timeout(deadline_s):
                 body = await self._read_body(limit)
@@ -55,6 +71,8 @@ class ClientConnection:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
+        if self.session_id:
+            headers = {**headers, "x-invrl-session": self.session_id}
         raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
 

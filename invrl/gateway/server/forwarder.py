@@ -75,11 +75,10 @@ class Forwarder:
                 self._check_environment_key(keys)
             else:
                 self._check_keys(keys)
-            body = await client.body(
-                limit=self._settings.max_body_bytes, deadline_s=self._settings.body_timeout_s
-            )
+            limit = self._settings.max_body_bytes
+            body = await client.sent_body(limit=limit, deadline_s=self._settings.body_timeout_s)
             if opens_sessions:
-                owner = self._opener(body)
+                owner = self._opener(await client.decompressed(body, limit=limit))
                 if owner == place.number:
                     await self._app(scope, _receive_again(body, client), send)
                     return

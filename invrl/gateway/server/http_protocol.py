@@ -3,7 +3,8 @@ of one answer combined into one write to the socket.
 
 Without that, the head, the events and the end of an answer would each be a system call that wakes the client.
 A client that still sends its body after it was answered (413, 408) is given some seconds to read the answer;
-then the connection is closed.
+then the connection is closed. A request to change the protocol is ignored, as HTTP allows: the JDK's client
+asks for HTTP/2 with its first request, whose body the parser would take for the other protocol's.
 Invariants: a connection is closed if it does not send a whole head within `head_timeout_s`, if its head grows
 without end, or if it sends data without end that is neither head nor body (trailers, the length of a chunk).
 It is aborted if the client does not read its answer; the handler then sees a disconnected client. The path of
@@ -12,6 +13,7 @@ a request begins with "/": its line names a path, or a whole URL whose path alon
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _LINGER_S = 5.0
@@ -60,6 +62,24 @@ class _CoalescingTransport:
         return getattr(self._transport, name)
 
 
+class _OneProtocolParser(httptools.HttpRequestParser):
+    """A parser that reads a request with an `Upgrade` header as one without it. (httptools stops behind such
+    a head. It is given the head a second time.)"""
+
+    def __init__(self, protocol: "LimitedHttpProtocol") -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            [head_end] = upgrade.args
+            super().feed_data(self._protocol.head_without_upgrade())
+            if head_end < len(data):
+                self.feed_data(data[head_end:])
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """The timeouts are class attributes, because uvicorn constructs the protocol; `limited_http_protocol`
     returns a subclass with other values."""
@@ -72,6 +92,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _linger_timer: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _is_upgrade = False
+    """The head that was read last asks for another protocol. It is read a second time."""
     _in_head = False
     """A head has begun and has not ended."""
     _parser_advanced = False
@@ -80,6 +102,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """Bytes received since the parser last advanced."""
 
     def connection_made(self, transport: Any) -> None:
+        self.parser = _OneProtocolParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         coalescing = _CoalescingTransport(transport, self.write_timeout_s)
         super().connection_made(coalescing)  # type: ignore[arg-type]
         self._start_head_timer()
@@ -133,13 +157,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-        super().on_headers_complete()
+        has_upgrade = any(name == b"upgrade" for name, _ in self.headers)
+        self._is_upgrade = has_upgrade and self.parser.should_upgrade()
+        if not self._is_upgrade:
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
         super().on_message_complete()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
+
+    def head_without_upgrade(self) -> bytes:
+        """The head that was read last, without its `Upgrade` header."""
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
+        lines = [method + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_response_complete(self) -> None:
         self.transport.flush()  # type: ignore[attr-defined]

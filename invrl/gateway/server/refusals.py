@@ -8,6 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from invrl.errors import DiskFullError, SessionError
+from invrl.gateway.dialects.json_text import invalid_json, lone_surrogate
+from invrl.gateway.server.path_hints import hint
 
 _log = logging.getLogger(__name__)
 _SPACE_RETRY_S = 5.0
@@ -30,12 +32,17 @@ def disk_full(error: DiskFullError) -> SessionError:
     return SessionError(reason, status=503, code="disk_full", retry_after_s=_SPACE_RETRY_S)
 
 
-def add_error_handlers(app: FastAPI, format_error: FormatError) -> None:
+NoteRefusal = Callable[[Request, SessionError], None]
+"""Keeps a refusal for whoever looks at the session of this request."""
+
+
+def add_error_handlers(app: FastAPI, format_error: FormatError, note_refusal: NoteRefusal) -> None:
     """Makes `app` answer every exception of its routes as a refusal."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _as_session_error(request, error)
         refusal.message = refusal.message.encode(errors="replace").decode()  # JSON has no lone surrogates
+        note_refusal(request, refusal)
         headers = retry_after(refusal)
         if isinstance(error, HTTPException) and error.headers:
             headers = {**error.headers, **headers}
@@ -51,7 +58,12 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
         return error
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            place = first["loc"][-1]
+            return invalid_json(f"the body is not valid JSON: {first['ctx']['error']} (character {place})")
         field = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "string_unicode":
+            return lone_surrogate(field)
         message = str(first["msg"])
         if field:
             message = f"{field}: {message}"
@@ -59,6 +71,9 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
     if isinstance(error, HTTPException):
         path = request.url.path.partition("/s/")[0] or "/s/…"  # no session key in an error
         message = f"{request.method} {path}: {error.detail}"
+        meant = hint(request.url.path)
+        if error.status_code == 404 and meant:
+            message = f"{message}; {meant}"
         code = _CODES.get(error.status_code, "invalid_request")
         return SessionError(message, status=error.status_code, code=code)
     if isinstance(error, DiskFullError):

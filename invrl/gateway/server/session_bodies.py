@@ -71,7 +71,8 @@ class OpenBody(ChildBody):
 
 
 class RewardBody(Section):
-    """The reward of the session, of one of its turns, or of the branches through a turn."""
+    """The reward of the session, of one of its turns, or of the branches through a turn. A turn is named by
+    its id or by the id of its answer."""
 
     reward: _RewardValue
     components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
@@ -230,6 +231,8 @@ class SessionView(SessionTerms):
     outcome: Outcome | None
     overridden: list[str]
     ignored: Mapping[str, int]
+    refused: list[str]
+    """The last requests that were refused."""
     turns: list[TurnLine]
     forks: Mapping[str, int]
     auxiliary_roots: list[str]
@@ -263,6 +266,7 @@ class SessionView(SessionTerms):
             outcome=record.outcome,
             overridden=sorted(record.overridden),
             ignored=dict(record.ignored),  # FastAPI copies this object, which a Counter would not survive
+            refused=list(record.refusals),
             turns=list(turns),
             forks=dict(forks),
             auxiliary_roots=list(auxiliary_roots),

@@ -23,6 +23,7 @@ class GatewaySettings(GatewayConfig):
     env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")
     model_path: str
     model_name: str
+    model_aliases: tuple[str, ...] = Field((), description="other names under which clients call the model")
     store_path: str
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
@@ -49,6 +50,11 @@ class GatewaySettings(GatewayConfig):
     keep_alive_s: PositiveFloat = Field(
         10.0, description="seconds without a token after which a stream sends a keep-alive"
     )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names under which clients call the model."""
+        return (self.model_name, *self.model_aliases)
 
     @property
     def url(self) -> str:

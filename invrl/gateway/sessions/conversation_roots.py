@@ -11,6 +11,11 @@ import numpy as np
 from invrl.gateway.types import ForkReason
 from invrl.types import Turn
 
+_SHARED_BY_STEPS = 0.75
+"""The part of the shorter prompt that two steps of one conversation share at their beginning."""
+_MAX_COMPARED = 16
+"""Conversations with which a root is compared; the newest ones."""
+
 
 def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
     """The root of each turn, by turn id. Parents come before their children in `turns`."""
@@ -28,8 +33,10 @@ def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[
 
     Only the tokens of turns that were delivered whole count towards a conversation's size: aborted or
     abandoned turns say nothing about the agent's purpose. Roots with equal prompts are samples of one
-    conversation. A root that departed from what was recorded (edited history, stripped thinking) belongs to
-    the conversation with which it shares the longest beginning."""
+    conversation, and roots whose prompts share most of their beginning are its steps: a program that renders
+    its whole history into each prompt (DSPy's ReAct) begins a conversation with every step. A root that
+    departed from what was recorded (edited history, stripped thinking) belongs to the conversation with which
+    it shares the longest beginning."""
     root_of = roots(turns)
     delivered_tokens = Counter[str]()
     """The number of delivered tokens, by root."""
@@ -57,13 +64,29 @@ def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
     first_by_prompt: dict[bytes, Turn] = {}
     conversation_of: dict[str, str] = {}
     for turn in beginnings:
-        first = first_by_prompt.setdefault(turn.context_ids_T.tobytes(), turn)
+        prompt = turn.context_ids_T.tobytes()
+        if prompt not in first_by_prompt:
+            first = _earlier_step(turn, list(first_by_prompt.values())[-_MAX_COMPARED:])
+            if first is not None:
+                conversation_of[turn.id] = first.id
+                continue
+        first = first_by_prompt.setdefault(prompt, turn)
         conversation_of[turn.id] = first.id
     for turn in root_turns:
         if turn.id not in conversation_of:
             shared_tokens = {first.id: _shared_tokens(first, turn) for first in first_by_prompt.values()}
             conversation_of[turn.id] = max(shared_tokens, key=lambda first_id: shared_tokens[first_id])
     return conversation_of
+
+
+def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
+    """The first root of the conversation that this root is a later step of; None if it begins another."""
+    for first in firsts:
+        shorter = min(len(first.context_ids_T), len(turn.context_ids_T))
+        shared = _shared_tokens(first, turn)
+        if shared and shared >= _SHARED_BY_STEPS * shorter:
+            return first
+    return None
 
 
 def _shared_tokens(first: Turn, second: Turn) -> int:

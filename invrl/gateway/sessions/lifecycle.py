@@ -18,6 +18,7 @@ from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.config import SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.answer_ids import turn_of_answer
 from invrl.gateway.sessions.number_checks import by_turn_id, check_numbers
 from invrl.gateway.sessions.rollout_summary import failed, summarise, token_counts, with_partial
 from invrl.gateway.turns.turns import Turns
@@ -149,12 +150,16 @@ class Lifecycle:
         return record
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets the final reward, or the reward of a turn or branch of this session. If the session waits for
-        its final reward, the final reward closes it. SessionError 404 if there is no such turn, 409 once the
-        session is closed."""
+        """Sets the final reward, or the reward of a turn or branch of this session; a turn may be named by
+        the id of its answer. If the session waits for its final reward, the final reward closes it.
+        SessionError 404 if there is no such turn, 409 once the session is closed."""
+        reward = replace(reward, turn=turn_of_answer(reward.turn), branch=turn_of_answer(reward.branch))
         turn_id = reward.turn or reward.branch
         if turn_id and not self._has_turn(record, turn_id):
-            reason = f"session {record.session.id} has no turn {turn_id!r}"
+            reason = (
+                f"session {record.session.id} has no turn {turn_id!r}; use the id of one of its answers "
+                "(turns of a child session belong to that session)"
+            )
             raise SessionError(reason, status=404, code="turn_not_found", param="turn")
         self.registry.reward(record, reward)
         await asyncio.wrap_future(self.store.set_reward(record.session.id, reward))

@@ -1,12 +1,10 @@
 """Checks numbers of extra columns where they arrive, against their declaration and the session's turns. Pure.
 
-A turn is named by its id, or by the id of its answer, which every client has: that is the turn's id behind a
-prefix of the dialect.
+A turn is named by its id, or by the id of its answer, which every client has.
 
 Invariant: numbers that pass have declared names at their declared levels, are finite as float32, and belong
 to turns of the session; a turn's token numbers are as many as its sampled tokens."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -15,30 +13,21 @@ import numpy as np
 from invrl.errors import SessionError
 from invrl.extra_columns import MAX_NUMBER, ExtraColumn, ExtraNumbers, Level, is_number
 from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.answer_ids import turn_of_answer
 
 _FIELDS: dict[Level, str] = {"rollout": "numbers", "turn": "turn_numbers", "token": "token_numbers"}
 """The field of a request that holds the numbers of a level."""
-
-
-_ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)(turn-[0-9a-f]+)")
 
 
 def by_turn_id(extra: ExtraNumbers) -> ExtraNumbers:
     """The same numbers, with ids of turns in place of ids of answers."""
     turn_numbers: dict[str, dict[str, float]] = {}
     for name, numbers in extra.turn_numbers.items():
-        turn_numbers.setdefault(_turn_id(name), {}).update(numbers)
+        turn_numbers.setdefault(turn_of_answer(name), {}).update(numbers)
     token_numbers: dict[str, dict[str, Sequence[float]]] = {}
     for name, columns in extra.token_numbers.items():
-        token_numbers.setdefault(_turn_id(name), {}).update(columns)
+        token_numbers.setdefault(turn_of_answer(name), {}).update(columns)
     return ExtraNumbers(numbers=extra.numbers, turn_numbers=turn_numbers, token_numbers=token_numbers)
-
-
-def _turn_id(name: str) -> str:
-    match = _ANSWER_ID.fullmatch(name)
-    if match is None:
-        return name
-    return match[1]
 
 
 def check_numbers(
@@ -82,7 +71,7 @@ def check_numbers(
 
 def _check_turn(field: str, turn: str, record: SessionRecord, sampled_tokens: Mapping[str, int]) -> int:
     """The number of tokens that the turn sampled."""
-    num_sampled = sampled_tokens.get(_turn_id(turn))
+    num_sampled = sampled_tokens.get(turn_of_answer(turn))
     if num_sampled is None:
         reason = f"session {record.session.id} has no turn {turn!r}"
         fix = "use the id of one of its answers; turns of a child session belong to that session"

@@ -10,10 +10,29 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
 from invrl.reasons import FailureReason
 from invrl.types import FailedRollout, Outcome, RolloutSummary, Turn, WeightVersion, field_values
+from invrl.user_frame import USER_FRAME_PREFIX
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
+    """`detail` is completed with what the gateway refused the session and its children: an agent may have
+    swallowed it."""
+    detail = _with_refusals(detail, [text for member in record.family() for text in member.refusals])
     return FailedRollout(**field_values(record.session.identity), reason=reason, detail=detail)
+
+
+def _with_refusals(detail: str, refusals: Sequence[str]) -> str:
+    """The refusals that the detail does not hold yet come before a last line that names user code."""
+    new_lines = []
+    for text in refusals:
+        message = text.partition(": ")[2]
+        if message not in detail:
+            new_lines.append(f"the gateway refused a request: {text}")
+    if not new_lines:
+        return detail
+    lines = detail.rstrip().split("\n")
+    if lines[-1].startswith(USER_FRAME_PREFIX):
+        return "\n".join([*lines[:-1], *new_lines, lines[-1]])
+    return "\n".join([*lines, *new_lines])
 
 
 def with_partial(

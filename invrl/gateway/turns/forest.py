@@ -15,6 +15,7 @@ from invrl.gateway.turns.fork_changes import (
     Difference,
     calls_of,
     common_items,
+    is_handoff,
     message_change,
     messages_change,
     tools_change,
@@ -57,15 +58,19 @@ that its author wrote. It replaces nothing."""
 
 
 class _Replies:
-    """The sampled replies with tool calls, by the ids and names of their calls."""
+    """The sampled replies that are recognised by more than their text: those with tool calls by the ids and
+    names of their calls, those that a stop string ended by their text with that string."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
+        self._stopped: dict[str, Message] = {}
 
     def add(self, node: Node) -> None:
         reply = node.messages[-1]
         if reply.tool_calls:
             self._nodes[calls_of(reply)] = node
+        elif node.stop:
+            self._stopped[(reply.content + node.stop).strip()] = reply
 
     def node(self, message: Message) -> Node | None:
         """The turn that made exactly the message's calls."""
@@ -75,17 +80,19 @@ class _Replies:
 
     def at_level(self, messages: Sequence[Message], level: MatchLevel) -> Sequence[Message]:
         """The messages to compare at a level. At `REWRITTEN` a recorded reply stands in the place of each
-        message that has its calls."""
-        if level is not MatchLevel.REWRITTEN or not self._nodes:
+        message that has its calls, or its text and the stop string behind it."""
+        if level is not MatchLevel.REWRITTEN or not (self._nodes or self._stopped):
             return messages
-        compared: list[Message] = []
-        for message in messages:
-            node = self.node(message)
-            if node is None:
-                compared.append(message)
-            else:
-                compared.append(node.messages[-1])
-        return compared
+        return [self._recorded(message) for message in messages]
+
+    def _recorded(self, message: Message) -> Message:
+        """The recorded reply that the message is; the message itself if it is none."""
+        node = self.node(message)
+        if node is not None:
+            return node.messages[-1]
+        if message.role != "assistant" or message.tool_calls:
+            return message
+        return self._stopped.get(message.content.strip(), message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +374,8 @@ class Forest:
         difference = self._smallest_difference(before, candidates, tools)
         recorded = difference.recorded
         sent = difference.sent
+        if not (recorded and sent) and is_handoff(recorded, sent):
+            return _Fork(ForkReason.HANDOFF, messages_change(difference))
         if len(sent) < len(recorded):
             return _Fork(ForkReason.COMPACTED, messages_change(difference))
         if len(sent) > len(recorded):
@@ -375,6 +384,8 @@ class Forest:
             change = self._results_change(before, candidates[-1], tools)
             return _Fork(ForkReason.CONTEXT_EDITED, change)
         change = self._change(difference.first, recorded[0], sent[0], tools)
+        if is_handoff(recorded, sent):
+            return _Fork(ForkReason.HANDOFF, change)
         if recorded[0].role == "assistant" and sent[0].role == "assistant":
             return _Fork(ForkReason.HISTORY_EDITED, change)
         return _Fork(ForkReason.CONTEXT_EDITED, change)

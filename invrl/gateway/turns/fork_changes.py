@@ -105,6 +105,21 @@ def common_characters(first: str, second: str) -> int:
     return low
 
 
+def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
+    """Whether the messages that differ are system prompts of two agents, or one agent has none. Two prompts
+    that have most of their text in common are one agent's, edited."""
+    roles = {message.role for message in (*recorded, *sent)}
+    if roles != {"system"} or max(len(recorded), len(sent)) > 1:
+        return False
+    if not (recorded and sent):
+        return True
+    old = recorded[0].content
+    new = sent[0].content
+    common_begin = common_characters(old, new)
+    common_end = common_characters(old[common_begin:][::-1], new[common_begin:][::-1])
+    return 2 * (common_begin + common_end) < max(len(old), len(new))
+
+
 def _first_differing_part(recorded: Message, sent: Message) -> tuple[str, str, str]:
     """The name of the first part that differs, and its text in both messages. Whitespace around the content
     counts only if nothing else differs."""

@@ -65,6 +65,8 @@ class Turns:
     reader: RunStore
     """A reader of the same store: it has what an earlier worker committed."""
     context_length: int
+    models: Sequence[str]
+    """The names under which clients call the model."""
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
     constrained: Constrained = "free"
@@ -76,7 +78,7 @@ class Turns:
     matches: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that continue another, by the `MatchLevel` at which they match."""
     overridden: Counter[str] = field(default_factory=Counter, init=False)
-    """Sessions by the sampling parameters that the run did not grant them."""
+    """Sessions by what clients asked for and the run did not grant: sampling parameters, another model."""
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     """Requests by those of their fields that the gateway does not know."""
     threads: PromptThreads = field(default_factory=PromptThreads, init=False)
@@ -112,6 +114,14 @@ class Turns:
             restore(conversation, recorded, self.renderer, self._shared_tools)
             self._conversations[record.session.id] = conversation
         return conversation
+
+    def check_model(self, record: SessionRecord, name: str | None) -> None:
+        """SessionError 404 if a serving session asks for a model by another name than those of this one. In
+        training and evaluation the session's key says which model is meant: any name stands for it."""
+        if name is None or name in self.models or record.session.purpose != "serve":
+            return
+        reason = f"The model `{name}` does not exist; this server has {_quoted(self.models)}."
+        raise SessionError(reason, status=404, code="model_not_found", param="model")
 
     def is_called(self, record: SessionRecord) -> bool:
         """Whether a request of the session is being answered."""
@@ -149,9 +159,9 @@ class Turns:
         self, conversation: Conversation, request: TurnRequest, prepared: Prepared | None = None
     ) -> tuple[AnswerSource, tuple[str, ...]]:
         """Begins the turn that answers `request`, or finds the answer if the request is a retry. Also returns
-        the sampling parameters that are overridden for the first time in this session. `prepared`: what
-        `prepare` returned. SessionError 400 if the request cannot be rendered or does not fit, 403 if the
-        session has used up its turns or tokens.
+        what is overridden for the first time in this session. `prepared`: what `prepare` returned.
+        SessionError 400 if the request cannot be rendered or does not fit, 403 if the session has used up its
+        turns or tokens.
 
         The order matters. A retry comes first, because it must change nothing: no counter, no limit, no seed.
         Then comes what can refuse the request itself (400), also before anything is changed. That the client
@@ -180,6 +190,8 @@ class Turns:
         overridden = list(turn_sampling.overridden)
         if is_freed:
             overridden.append(_forcing_field(request))
+        if request.model is not None and request.model not in self.models:
+            overridden.append("model")
         newly_overridden = self._count_overridden(record, overridden)
         proposal = self._propose(conversation, request, placement, turn_sampling, constraint)
         generation = Generation(
@@ -277,6 +289,13 @@ class Turns:
             if stop in text:
                 return stop
         return ""
+
+    def _stop_in(self, turn: Turn, stop: Sequence[str]) -> str:
+        """The first of the stop strings that the turn's tokens hold; "" for none."""
+        if turn.finish_reason != "stop" or not stop:
+            return ""
+        text = self.renderer.reply_text(turn.sampled_ids_T.tolist(), special=True)
+        return next((string for string in stop if string in text), "")
 
     def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
         if placement.fork is not None:
@@ -433,12 +452,17 @@ class Turns:
             messages=messages,
             closed=self.renderer.is_closed(turn.sampled_ids_T.tolist()),
             tools=proposal.tools,
+            stop=self._stop_in(turn, proposal.request.stop),
         )
         if durable.done():  # as a rule; then the node is there before the answer is sent
             _join_forest(conversation, node, durable)
         else:
             durable.add_done_callback(partial(_join_forest, conversation, node))
         return durable
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _forcing_field(request: TurnRequest) -> str:
