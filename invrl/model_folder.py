@@ -21,6 +21,8 @@ _PREPARE = "give a Hugging Face model folder; `invrl prepare-model` makes one"
 _SAVE_TOKENIZER = (
     "save the tokenizer with transformers in the fast format (`invrl prepare-model --from-folder` does it)"
 )
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""The folder of the chat templates that a model has beside its default one (`tool_use.jinja`)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -44,8 +46,9 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of the folder, which may have no weights: rendering needs none. Raises ConfigError if
-    tokenizer.json is missing or broken, or if tokenizer_config.json contradicts it."""
+    """The tokenizer of the folder, which may have no weights: rendering needs none. Truncation and padding,
+    which may be saved with it, are turned off: it encodes whole texts. Raises ConfigError if tokenizer.json
+    is missing or broken, or if tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise _refuse(path, "it has no tokenizer.json", _SAVE_TOKENIZER)
@@ -53,6 +56,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise _refuse(path, f"tokenizer.json cannot be read: {error}", _SAVE_TOKENIZER) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     settings_file = path / "tokenizer_config.json"
     if not settings_file.exists():
         return tokenizer

@@ -18,7 +18,7 @@ from slow_cases import first_quick
 
 from invrl.cli.main import main
 from invrl.errors import SessionError
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -75,7 +75,7 @@ def test_what_is_read_off_each_template(name: str, end: str, calls: str, reasoni
     made = renderer(name)
     assert (made.end_of_turn, made.parallel_calls) == (end, parallel)
     assert made.end_of_turn_id in made.end_ids
-    assert detect_parsers(chat_template_source(str(model_folder(name)))) == (calls, reasoning)
+    assert detect_parsers(template_sources(str(model_folder(name))).tool_use) == (calls, reasoning)
     prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
     begin = {"llama3.2": "<|begin_of_text|>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}.get(name)
     if begin:  # once, by the template

@@ -44,12 +44,12 @@ async def test_others_are_served_while_a_large_prompt_is_tokenised(
     begun, may_end = threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
-    def slow(self: FastTokenizer, text: str, *, max_ids: int | None = None) -> list[int]:
+    def slow(self: FastTokenizer, text: str, **options) -> list[int]:
         if len(text) >= len(LARGE):
             threads.append(threading.current_thread())
             begun.set()
             assert may_end.wait(60)
-        return encode(self, text, max_ids=max_ids)
+        return encode(self, text, **options)
 
     monkeypatch.setattr(FastTokenizer, "encode", slow)
     async with running(tmp_path, model, renderer, context_length=60_000) as gateway:
@@ -189,9 +189,9 @@ async def test_a_large_text_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,
 ):
-    def never(self: FastTokenizer, text: str, *, max_ids: int | None = None) -> list[int]:
+    def never(self: FastTokenizer, text: str, **options) -> list[int]:
         assert len(text) < 32_768, "the text was tokenised"
-        return encode(self, text, max_ids=max_ids)
+        return encode(self, text, **options)
 
     encode = FastTokenizer.encode
     monkeypatch.setattr(FastTokenizer, "encode", never)

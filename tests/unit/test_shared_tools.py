@@ -8,7 +8,7 @@ from pathlib import Path
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.shared_tools import SharedTools
@@ -53,7 +53,7 @@ def held(earlier: list[Tool]) -> list[Tool]:
 async def test_sessions_share_their_tools_and_so_do_restored_ones(tmp_path: Path):
     model = make_tiny_model(tmp_path / "tiny")
     template = "chatml-tools"
-    parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), template))
+    parsers = choose_parsers("auto", "auto", template=template_sources(str(model), template).tool_use)
     histories: list[list[object]] = [[ASK], [ASK]]
     sessions: list[Session] = []
     turns: list[int] = []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from invrl.cli.arguments import split_options
 from invrl.cli.command import CommandFailed
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
@@ -37,7 +37,7 @@ def check_template(arguments: Sequence[str]) -> None:
     keep_thinking = _NO_KEEP_THINKING not in rest
     renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)
     findings = list(check_conversations(renderer))
-    parsers = detect_parsers(chat_template_source(str(folder), template))
+    parsers = detect_parsers(template_sources(str(folder), template).tool_use)
     print(report(findings, parsers))
     if any(finding.outcome == "wrong" for finding in findings):
         raise CommandFailed(FAILURE_EXIT)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from invrl.gateway.rendering.chat_template import JinjaTemplate, chat_template_source
+from invrl.gateway.rendering.chat_template import JinjaTemplate, template_sources
 from invrl.gateway.rendering.model_files import end_ids, special_tokens
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.tokenizer import load_tokenizer
@@ -20,7 +20,7 @@ def load_renderer(
     end_of_text = tokenizer.token_id(special_tokens(folder).get("eos_token", ""))
     if end_of_text is not None:
         stop_ids.add(end_of_text)
-    template = JinjaTemplate(chat_template_source(model_path, chat_template), folder)
+    template = JinjaTemplate(template_sources(model_path, chat_template), folder)
     return Renderer(
         template,
         tokenizer,

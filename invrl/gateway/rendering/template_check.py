@@ -12,14 +12,14 @@ from typing import Literal
 from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import Renderer, Tail
 from invrl.gateway.rendering.template_corpus import CORPUS
-from invrl.gateway.rendering.thinking import END_THINK, THINK
+from invrl.gateway.rendering.thinking import END_THINK, THINK, equal_without_thinking
 from invrl.gateway.types import ADVICE, Prompt
 
 Verdict = Literal["exact", "kept", "forks", "refused", "wrong"]
 _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
-    "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
+    "kept": "goes on from what was sampled, where the template would now show other thinking",
     "forks": "a turn starts a new branch, rendered from the beginning",
     "refused": "the template does not take such conversations: the agent gets a 400",
     "wrong": "neither exact nor a recorded fork: report it, and do not train on such conversations",
@@ -123,7 +123,7 @@ def _spell_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: bool
         text = text.removeprefix(f"{THINK}\n\n{END_THINK}\n\n")
     if not cut:
         text += renderer.end_of_turn
-    return renderer.encode(text)
+    return renderer.encode_after(asked, text)
 
 
 def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) -> str:
@@ -144,17 +144,30 @@ def _judge(
     tail: Tail,
     whole: Sequence[int],
 ) -> tuple[Verdict, str]:
-    """The verdict on a path that differs from the ids of the template's rendering, and the reason."""
-    path_text = renderer.reply_text(path, special=True)
-    whole_text = renderer.reply_text(whole, special=True)
-    tail_text = renderer.reply_text(tail.ids, special=True)
+    """The verdict on a path that differs from the ids of the template's rendering, and the reason. Only
+    thinking, and the whitespace around it, may be what differs."""
+    path_text = renderer.decode(path)
+    whole_text = renderer.decode(whole)
+    tail_text = renderer.decode(tail.ids, inside=True)
     if not whole_text.endswith(tail_text):
         return "wrong", "the tail is not what the template writes after the reply"
+    if path_text == whole_text:
+        return "wrong", "the same text has other ids in the template's rendering"
     if _visible_text(renderer, path_text) != _visible_text(renderer, whole_text):
         return "wrong", "the ids say something else than the template's rendering"
     if tail.kept_thinking:
         return "kept", f"{tail.kept_thinking} ids of thinking"
-    return "kept", "whitespace, or another spelling in ids"
+    if not _differ_in_thinking(renderer, path_text, whole_text):
+        return "wrong", "the template's rendering has other whitespace"
+    return "kept", "an empty thought, or whitespace around one"
+
+
+def _differ_in_thinking(renderer: Renderer, path_text: str, whole_text: str) -> bool:
+    """Whether one of the texts is the other one without some of its thinking."""
+    end_of_turn = renderer.end_of_turn
+    return equal_without_thinking(whole_text, path_text, end_of_turn) or equal_without_thinking(
+        path_text, whole_text, end_of_turn
+    )
 
 
 def _visible_text(renderer: Renderer, text: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -58,7 +58,7 @@ def supervise(
     parsers = choose_parsers(
         settings.tool_call_parser,
         settings.reasoning_parser,
-        template=chat_template_source(settings.model_path, settings.chat_template_path),
+        template=template_sources(settings.model_path, settings.chat_template_path).tool_use,
     )
     parsers.preload()
     connect(Path(settings.store_path)).close()  # creates the file before several workers open it at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -128,13 +129,13 @@ class Placer:
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> Placement:
         """Places a prompt without a template: it continues the longest recorded text that it begins with."""
         forest = conversation.forest
-        node, covered = forest.match_text(text, self._renderer.decode)
+        node, covered = forest.match_text(text, partial(self._renderer.decode, inside=True))
         path_ids: list[int] = []
         if node is not None:
             path_ids = node.ids()
         new_text = text[covered:]
         if isinstance(new_text, str):
-            ids = self._renderer.encode(new_text, room, before=len(path_ids))
+            ids = self._renderer.render_text(new_text, room, path=path_ids)
             message = Message("text", new_text)
         elif len(text) > room.tokens:
             raise PromptTooLong(len(text), exact=True)
