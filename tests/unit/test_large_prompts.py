@@ -76,7 +76,7 @@ async def test_others_are_served_while_a_large_prompt_is_tokenised(
 
 def test_the_ids_of_a_large_text_are_those_of_its_tokenizer(renderer: Renderer):  # noqa: F811
     def whole(text: str) -> Sequence[int]:
-        return renderer._tokenizer._backend.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
+        return renderer._tokenizer._tokenizer._backend.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
 
     for text in (LARGE, "<|im_start|>user\n" + LARGE + "ünï 🙂<|im_end|>"):
         assert renderer.encode(text) == whole(text)
@@ -209,7 +209,7 @@ async def test_a_large_text_is_refused_before_it_is_tokenised(
             assert "maximum context length is 1024 tokens" in error["message"]
             least = int(error["message"].split("at least ")[1].split(" ")[0])
             text = "<|im_start|>user\n" + LARGE if "chat" in path else LARGE
-            assert 1024 < least <= len(renderer._tokenizer._backend.encode(text).ids) + 20  # type: ignore[attr-defined]
+            assert 1024 < least <= len(renderer._tokenizer._tokenizer._backend.encode(text).ids) + 20  # type: ignore[attr-defined]
 
 
 async def test_tokens_of_a_large_prompt_are_counted_exactly(

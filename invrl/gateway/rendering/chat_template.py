@@ -5,12 +5,14 @@ It is rendered by transformers' own template function, so that prompts are what 
 import contextlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from invrl.errors import ConfigError
+from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
 from invrl.gateway.rendering.model_files import read_json, special_tokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
@@ -25,6 +27,7 @@ SHIPPED_TEMPLATES = {
 """The chat templates that come with invrl. A setting may give one by its name instead of a path."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Around what the model generates, in templates that say so."""
+_NO_CONTROL_TOKENS = ControlTokens()
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
@@ -117,8 +120,15 @@ class JinjaTemplate(Template):
     """A chat template in Jinja. Templates differ in how they expect a tool call: the constructor renders a
     probe in each form, and the first form in which the call appears is used from then on."""
 
-    def __init__(self, sources: TemplateSources, folder: Path) -> None:
+    def __init__(
+        self,
+        sources: TemplateSources,
+        folder: Path,
+        control_tokens: ControlTokens = _NO_CONTROL_TOKENS,
+    ) -> None:
         self._sources = sources
+        self._content_marks = ContentMarks(control_tokens.contents)
+        self._reply_marks = ContentMarks(control_tokens.replies)
         self._special_tokens = special_tokens(folder)
         self._today = datetime.now()
         """The date that templates show. It stays the same past midnight, because all turns of a conversation
@@ -155,10 +165,14 @@ class JinjaTemplate(Template):
             variables["enable_thinking"] = prompt.thinking
             variables["thinking"] = prompt.thinking
         source = self._source(prompt)
-        call_form = self._call_forms[source]
+        messages = []
+        for message in prompt.messages:
+            fields = _template_message(message, self._call_forms[source])
+            messages.append(self._marked_message(fields))
+        tools = [self._content_marks.mark(_template_tool(tool)) for tool in prompt.tools]
         rendered, marks = render_jinja_template(
-            conversations=[[_template_message(message, call_form) for message in prompt.messages]],
-            tools=[_template_tool(tool) for tool in prompt.tools] or None,
+            conversations=[messages],
+            tools=tools or None,
             chat_template=source,
             return_assistant_tokens_mask=with_marks,
             **variables,
@@ -167,6 +181,28 @@ class JinjaTemplate(Template):
             return rendered[0], []
         # transformers declares the rendered text's type for these too.
         return rendered[0], [(int(begin), int(end)) for begin, end in marks[0]]
+
+    def _marked_message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        is_reply = fields["role"] == "assistant"
+        marked = {}
+        for name, value in fields.items():
+            marks = self._content_marks
+            if is_reply and name in ("content", "reasoning_content"):
+                marks = self._reply_marks
+            marked[name] = marks.mark(value)
+        return marked
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        count = 0
+        for message in messages:
+            text_marks = self._content_marks
+            if message.role == "assistant":
+                text_marks = self._reply_marks
+            count += text_marks.count(message.content) + text_marks.count(message.reasoning)
+            for call in message.tool_calls:
+                count += self._content_marks.count(call.arguments)
+        return count
 
     def _source(self, prompt: Prompt) -> str:
         if prompt.tools:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from invrl.errors import SessionError
+from invrl.gateway.rendering.content_marks import double_marks, without_marks
 from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.rendering.thinking import (
@@ -65,8 +66,10 @@ class Room:
 class TextTokenizer(Protocol):
     """The tokenizer that a renderer needs."""
 
-    begin_ids: Sequence[int]
-    """What comes before every text that no template has rendered."""
+    @property
+    def begin_ids(self) -> Sequence[int]:
+        """What comes before every text that no template has rendered."""
+        ...
 
     def encode(self, text: str, *, inside: bool = False, max_ids: int | None = None) -> list[int]:
         """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`.
@@ -79,11 +82,17 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, special: bool, inside: bool = False) -> str: ...
 
+    def preload(self) -> None: ...
+
 
 class Template(Protocol):
     """The chat template of a model."""
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        return 0
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
         """Beginning and end of the last text in the rendered messages that the template itself marks as a
@@ -143,6 +152,10 @@ class Renderer:
         self.parallel_calls = self._renders_replies_behind_prompts(_PROBE_QUESTION, _PROBE_TWO_CALLS)
         """The template renders more than one call in a reply."""
 
+    def preload(self) -> None:
+        """Loads what only some prompts need, before the first of them has to wait for it."""
+        self._tokenizer.preload()
+
     def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
         """The ids of the whole conversation and of the beginning of the reply. SessionError 400 if the
         template refuses the conversation, PromptTooLong if there is no room for it."""
@@ -189,6 +202,7 @@ class Renderer:
         """The ids of a text that no template has rendered, behind those of `path`. If it begins a prompt, the
         token that begins a sequence comes first, for tokenizers that have one, unless the text has it
         itself. PromptTooLong if there is no room for both."""
+        text = double_marks(text)
         if path:
             return self._encode_behind(path, text, room)
         begin_ids = list(self._tokenizer.begin_ids)
@@ -207,6 +221,10 @@ class Renderer:
         if ids[: len(before_ids)] == before_ids:
             return ids[len(before_ids) :]
         return self.encode(text, inside=True)
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """As that of the template."""
+        return self._template.num_control_tokens(messages)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         """Whether the reply ends with the template's end-of-turn token."""
@@ -236,7 +254,8 @@ class Renderer:
         return TextStream(partial(self.reply_text, special=special, inside=inside), stop)
 
     def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as the template renders it. SessionError 400 if the template refuses it."""
+        """The prompt as the template renders it, with marks in the control tokens of contents
+        (`content_marks.py`). SessionError 400 if the template refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
         except ImportError:  # jinja2 is missing: neither the template nor the conversation is at fault
@@ -366,7 +385,7 @@ class Renderer:
         recorded = self.decode(path)
         removed = 0
         for thought in thoughts:
-            if thought in recorded and thought not in rendered:
+            if thought in recorded and thought not in without_marks(rendered):
                 removed += len(self._tokenizer.encode(thought))
         return removed
 

@@ -3,11 +3,13 @@
 transformers' tokenizer classes import torch, which would cost the gateway many seconds and 350 MB. This
 module reads tokenizer.json with the tokenizers library instead. A test compares the two."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from invrl.gateway.rendering.model_files import read_json
 from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
@@ -66,7 +68,20 @@ class FastTokenizer:
         """The id of a token; None if the vocabulary does not have it."""
         return self._backend.token_to_id(token)
 
-    def _encode(self, text: str) -> Encoding:
+    def added_tokens(self, *, special_only: bool = False) -> frozenset[str]:
+        """The texts of the tokens that are found in a text before it is split into pieces."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens if token.special or not special_only)
+
+    def with_other_texts(self, texts: Mapping[str, str]) -> "FastTokenizer":
+        """The same tokenizer, in which the tokens of these texts have other texts."""
+        if not texts:
+            return self
+        description = json.loads(self._backend.to_str())
+        return FastTokenizer(_renamed_tokens(description, texts), self._bound)
+
+    def _encode(self, text: str) -> Any:
+        """An `Encoding`, whose type stub lacks its length."""
         if len(text) < LARGE_TEXT:
             return self._backend.encode(text, add_special_tokens=False)
         # Only `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
@@ -97,3 +112,30 @@ def load_tokenizer(folder: Path) -> FastTokenizer:
     backend = read_tokenizer(folder)
     bound = token_bound(read_json(folder / "tokenizer.json"))
     return FastTokenizer(backend, bound)
+
+
+def _renamed_tokens(description: dict[str, Any], texts: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer that `description` (the content of tokenizer.json) says, in which some tokens have other
+    texts. All tokens keep their ids."""
+    added = description["added_tokens"]
+    model = description["model"]
+    pieces = model["vocab"]
+    if isinstance(pieces, dict):
+        # An added token that the vocabulary lacks would be numbered by the vocabulary's size.
+        pieces |= {token["content"]: token["id"] for token in added}
+        model["vocab"] = {texts.get(piece, piece): token_id for piece, token_id in pieces.items()}
+    else:
+        model["vocab"] = [[texts.get(piece, piece), score] for piece, score in pieces]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in texts]
+    for token in added:
+        token["content"] = texts.get(token["content"], token["content"])
+    description["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def _merged(merge: str | Sequence[str]) -> str:
+    """The piece that a merge makes. Older files have its two parts in one text."""
+    if isinstance(merge, str):
+        return merge.replace(" ", "", 1)
+    return "".join(merge)

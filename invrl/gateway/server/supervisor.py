@@ -54,7 +54,9 @@ def supervise(
         settings.vocab_size,
         chat_template=settings.chat_template_path,
         keep_thinking=settings.keep_thinking,
+        special_tokens_in_content=settings.special_tokens_in_content,
     )
+    renderer.preload()
     parsers = choose_parsers(
         settings.tool_call_parser,
         settings.reasoning_parser,
