@@ -8,7 +8,6 @@ from pathlib import Path
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.shared_tools import SharedTools
@@ -53,7 +52,7 @@ def held(earlier: list[Tool]) -> list[Tool]:
 async def test_sessions_share_their_tools_and_so_do_restored_ones(tmp_path: Path):
     model = make_tiny_model(tmp_path / "tiny")
     template = "chatml-tools"
-    parsers = choose_parsers("auto", "auto", template=template_sources(str(model), template).tool_use)
+    parsers = choose_parsers("auto", "auto", load_renderer(str(model), 512, chat_template=template))
     histories: list[list[object]] = [[ASK], [ASK]]
     sessions: list[Session] = []
     turns: list[int] = []

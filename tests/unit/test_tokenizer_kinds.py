@@ -16,6 +16,7 @@ from tokenizer_kinds import CHATML, KINDS, make_tokenizer_folder
 from invrl.datasets.branches import branches
 from invrl.datasets.rows import Dialogue
 from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_check import check_template
 from invrl.gateway.types import Message, Prompt, Tool
@@ -120,7 +121,7 @@ def test_a_text_goes_on_without_another_beginning(folders: dict[str, Path], name
 
 @every_kind
 def test_the_check_finds_every_kind_exact(folders: dict[str, Path], name: str):
-    findings = list(check_template(renderer(folders[name])))
+    findings = list(check_template(renderer(folders[name]), Parsers()))
     wrong = {finding.pattern for finding in findings if finding.outcome == "wrong"}
     if name == "end token that takes the whitespace before it":
         # Behind what was sampled already, it cannot take what the prompt ended with.
@@ -140,7 +141,7 @@ def test_the_check_fails_where_the_same_text_has_other_ids(
         return made._tokenizer.encode(text)
 
     monkeypatch.setattr(made, "_encode_behind", alone)
-    assert "wrong" in {finding.outcome for finding in check_template(made)}
+    assert "wrong" in {finding.outcome for finding in check_template(made, Parsers())}
 
 
 NAMED = [

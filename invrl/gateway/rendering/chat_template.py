@@ -13,10 +13,9 @@ from typing import Any
 
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
-from invrl.gateway.rendering.model_files import read_json, special_tokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
-from invrl.model_folder import ADDITIONAL_TEMPLATES
+from invrl.model_folder import ADDITIONAL_TEMPLATES, read_optional_json, special_tokens
 
 _FOLDER = Path(__file__).parent / "templates"
 SHIPPED_TEMPLATES = {
@@ -77,7 +76,7 @@ def _templates_in_files(folder: Path) -> dict[str, str]:
 
 def _templates_in_settings(folder: Path) -> dict[str, str]:
     """The templates in tokenizer_config.json: one text, or a list of named ones."""
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         return {named["name"]: named["template"] for named in template}
     if isinstance(template, str):

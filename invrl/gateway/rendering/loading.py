@@ -7,11 +7,11 @@ from invrl.gateway.config import ContentTokens
 from invrl.gateway.rendering.chat_template import JinjaTemplate, template_sources
 from invrl.gateway.rendering.content_marks import ControlTokens
 from invrl.gateway.rendering.marked_tokenizer import MarkedTokenizer
-from invrl.gateway.rendering.model_files import end_ids, special_tokens
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.thinking import END_THINK, THINK
 from invrl.gateway.rendering.tokenizer import FastTokenizer, load_tokenizer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.model_folder import end_ids, special_tokens
 
 _ASK = Message("user", "x")
 _CALL = Message("assistant", "", "y", (ToolCall("callid001", "probe", "{}"),))

@@ -196,6 +196,9 @@ class Renderer:
         if self.is_closed(path):
             end += len(self.end_of_turn)
         ids = self._encode_behind(path, full[end:], room)
+        if self.end_of_turn_id is None and path and path[-1] in self.end_ids and ids[:1] == list(path[-1:]):
+            # GLM's replies end with the mark of the next message, which the template writes at its beginning.
+            ids = ids[1:]
         return Tail(ids=ids, kept_thinking=removed_thinking)
 
     def render_text(self, text: str, room: Room | None = None, *, path: Sequence[int] = ()) -> list[int]:

@@ -11,10 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from invrl.gateway.rendering.model_files import read_json
 from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
 from invrl.gateway.rendering.token_bound import TokenBound, token_bound
-from invrl.model_folder import read_tokenizer
+from invrl.model_folder import read_optional_json, read_tokenizer
 
 _PROBE = "x"
 """A text that no tokenizer drops."""
@@ -110,7 +109,7 @@ class FastTokenizer:
 def load_tokenizer(folder: Path) -> FastTokenizer:
     """The tokenizer of a model folder. Raises ConfigError as `read_tokenizer` does."""
     backend = read_tokenizer(folder)
-    bound = token_bound(read_json(folder / "tokenizer.json"))
+    bound = token_bound(read_optional_json(folder / "tokenizer.json"))
     return FastTokenizer(backend, bound)
 
 

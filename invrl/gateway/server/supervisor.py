@@ -18,7 +18,6 @@ from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.chat_template import template_sources
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -60,7 +59,7 @@ def supervise(
     parsers = choose_parsers(
         settings.tool_call_parser,
         settings.reasoning_parser,
-        template=template_sources(settings.model_path, settings.chat_template_path).tool_use,
+        renderer,
     )
     parsers.preload()
     connect(Path(settings.store_path)).close()  # creates the file before several workers open it at once
