@@ -37,6 +37,8 @@ class ReplyParser:
         """The beginning of the reply has been looked at."""
         self._beginning = ""
         """The text before the first content, kept while the reply may still be thinking."""
+        self._has_reasoning = False
+        """Some reasoning was returned."""
         self._has_content = False
         """Some content was returned."""
         self._has_thought = False
@@ -115,9 +117,10 @@ class ReplyParser:
         """Removes the newlines around the marks of thinking: they are the template's, not the reply's."""
         reasoning = delta.reasoning
         content = delta.content
-        if not self._has_thought:
+        if not self._has_reasoning:
             reasoning = reasoning.lstrip("\n")
         if reasoning:
+            self._has_reasoning = True
             self._has_thought = True
         if self._has_thought and not self._has_content:
             content = content.lstrip("\n")
