@@ -45,6 +45,7 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
     highest_id = max(tokenizer.get_vocab().values(), default=-1)
     if highest_id >= vocab_size:  # an id out of the vocabulary kills an engine
         raise _refuse(path, f"the tokenizer has id {highest_id}, the model {vocab_size} rows")
+    _read_json(path / "tokenizer_config.json", path)
     if not special_tokens(path).get("eos_token"):
         raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")
 
