@@ -14,6 +14,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_check import check_calls, check_template
+from invrl.gateway.types import ToolChoice
 
 TOOLS = "{%- if tools %}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{%- endif %}"
 HEAD = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -124,8 +125,6 @@ def test_a_reply_that_does_not_think_stays_content_if_only_the_history_knows_thi
         finding.pattern: finding.outcome for finding in check_template(made, Parsers(reasoning="qwen3"))
     }
     assert findings["several turns"] == "exact"
-    from invrl.gateway.types import ToolChoice
-
     parsers = choose_parsers("auto", "auto", made)
     for stream in (False, True):
         parser = parsers.reply((), ToolChoice(), parallel=True, prompt_text="", stream=stream)
