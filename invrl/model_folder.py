@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -22,6 +23,10 @@ _PREPARE = "give a Hugging Face model folder; `invrl prepare-model` makes one"
 _SAVE_TOKENIZER = (
     "save the tokenizer with transformers in the fast format (`invrl prepare-model --from-folder` does it)"
 )
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""The folder of the chat templates that a model has beside its default one (`tool_use.jinja`)."""
+_TIED_BY_DEFAULT = {"gemma3_text"}
+"""Model types whose output layer is the embedding where config.json does not say it."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -36,17 +41,20 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
         raise _refuse(path, "a checkpoint without a folder hugging_face", "give another checkpoint")
     vocab_size = _check_config(path, families)
     _check_weights(path, vocab_size)
+    end_ids(path)
     tokenizer = read_tokenizer(path)
     highest_id = max(tokenizer.get_vocab().values(), default=-1)
     if highest_id >= vocab_size:  # an id out of the vocabulary kills an engine
         raise _refuse(path, f"the tokenizer has id {highest_id}, the model {vocab_size} rows")
-    if not _read_json(path / "tokenizer_config.json", path).get("eos_token"):
+    _read_json(path / "tokenizer_config.json", path)
+    if not special_tokens(path).get("eos_token"):
         raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of the folder, which may have no weights: rendering needs none. Raises ConfigError if
-    tokenizer.json is missing or broken, or if tokenizer_config.json contradicts it."""
+    """The tokenizer of the folder, which may have no weights: rendering needs none. Truncation and padding,
+    which may be saved with it, are turned off: it encodes whole texts. Raises ConfigError if tokenizer.json
+    is missing or broken, or if tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise _refuse(path, "it has no tokenizer.json", _SAVE_TOKENIZER)
@@ -54,12 +62,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise _refuse(path, f"tokenizer.json cannot be read: {error}", _SAVE_TOKENIZER) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     settings_file = path / "tokenizer_config.json"
     if not settings_file.exists():
         return tokenizer
     added_tokens = _read_json(settings_file, path).get("added_tokens_decoder") or {}
     try:
-        ids = {token["content"]: int(token_id) for token_id, token in added_tokens.items()}  # type: ignore[attr-defined]
+        ids = {token["content"]: int(token_id) for token_id, token in added_tokens.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"added_tokens_decoder in tokenizer_config.json is damaged: {error!r}"
         raise _refuse(path, reason, _SAVE_TOKENIZER) from error
@@ -68,6 +78,45 @@ def read_tokenizer(path: Path) -> Tokenizer:
             reason = f"tokenizer_config.json and tokenizer.json differ on {text!r}"
             raise _refuse(path, reason, _SAVE_TOKENIZER)
     return tokenizer
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of the special tokens by their names (`bos_token`, ...), which chat templates may use.
+    tokenizer_config.json takes precedence over special_tokens_map.json."""
+    texts: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, token in read_optional_json(folder / file).items():
+            text = token
+            if isinstance(token, dict):
+                text = token.get("content")
+            if name.endswith("_token") and isinstance(text, str):
+                texts[name] = text
+    return texts
+
+
+def end_ids(folder: Path) -> set[int]:
+    """The ids of the end tokens that the model's own settings name. Engines stop at them. Raises ConfigError
+    for a setting that is no id and no list of ids."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        setting = read_optional_json(folder / name).get("eos_token_id")
+        if setting is None:
+            continue
+        settings = setting if isinstance(setting, list) else [setting]
+        for token_id in settings:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                reason = f"eos_token_id in {name} is {setting!r}"
+                raise _refuse(folder, reason, "write the id of a token there, or a list of ids")
+            ids.add(token_id)
+    return ids
+
+
+def read_optional_json(file: Path) -> dict[str, Any]:
+    """The content of a file of a model folder; an empty dictionary if there is no such file. Raises
+    ConfigError if it is damaged."""
+    if not file.exists():
+        return {}
+    return _read_json(file, file.parent)
 
 
 def check_is_folder(field: str, given: str, folder: Path) -> None:
@@ -117,7 +166,7 @@ def has_chat_template(path: Path) -> bool:
     return bool(settings.get("chat_template")) or (path / "chat_template.jinja").is_file()
 
 
-def _read_json(path: Path, folder: Path) -> dict[str, object]:
+def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -189,8 +238,8 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
 
 
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Checks that every shard is whole, that every tensor of the index is in a shard, and that the embedding
-    has a row for every id of the vocabulary."""
+    """Checks that every shard is whole, that every tensor of the index is in a shard, that the embedding has
+    a row for every id of the vocabulary, and that there is an output layer."""
     files = tensor_files(path)
     shapes = tensor_shapes(path)
     missing = sorted(files.keys() - shapes)
@@ -201,3 +250,8 @@ def _check_weights(path: Path, vocab_size: int) -> None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")
     if embedding[0] != vocab_size:
         raise _refuse(path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows")
+    config = _read_json(path / "config.json", path)
+    is_tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)
+    if not is_tied and "lm_head.weight" not in shapes:
+        reason = "the weights hold no lm_head.weight, and tie_word_embeddings is not true in config.json"
+        raise _refuse(path, reason, "give a complete model, or one whose config.json ties the embeddings")

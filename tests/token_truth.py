@@ -178,6 +178,26 @@ class Reference:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def first_ids(self, text: str) -> list[int]:
+        """Ids of a text without a template: the token that begins a sequence comes first, once."""
+        begin = self.tokenizer.bos_token
+        whole = list(self.tokenizer(text)["input_ids"])
+        if begin and text.startswith(begin):
+            return self.ids(text)
+        return whole
+
+    def later_ids(self, text: str, *, closed: bool) -> list[int]:
+        """Ids of a text behind others: without the space that some tokenizers begin a prompt with, and, if a
+        turn has ended there, without whitespace that its end token takes."""
+        before = self.end if closed else self.separator
+        return self.ids(before + text)[1:]
+
+    @property
+    def separator(self) -> str:
+        """A special token that takes no whitespace."""
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        return next(t.content for t in tokens if t.special and not (t.lstrip or t.rstrip))
+
     def tail(
         self,
         messages: Sequence[Mapping],
@@ -193,7 +213,7 @@ class Reference:
         if not whole.startswith(before):
             return self._rewritten_tail(messages, depth, tools, closed=closed, thinking=thinking)
         after_reply = before[before.rindex(self.end) + (len(self.end) if closed else 0) :]
-        return self.ids(after_reply + whole[len(before) :])
+        return self.later_ids(after_reply + whole[len(before) :], closed=closed)
 
     def _rewritten_tail(
         self,
@@ -212,7 +232,7 @@ class Reference:
         shown = [_unthinking(text[:end]) for text, end in zip((whole, before), ends, strict=True)]
         if whole.count(_MARK) != 1 or shown[0] != shown[1]:
             raise ValueError(f"the template re-writes more than thinking: {shown}")
-        return self.ids(whole[ends[0] + (len(self.end) if closed else 0) :])
+        return self.later_ids(whole[ends[0] + (len(self.end) if closed else 0) :], closed=closed)
 
 
 def judge(
@@ -307,7 +327,10 @@ def _judge_tail(
     tools = path[0].tools
     try:
         if turn.messages[0]["role"] == "text":  # a completion: no template, the text that is new
-            expected = reference.ids(turn.messages[0]["content"])
+            text = turn.messages[0]["content"]
+            expected = reference.first_ids(text)
+            if before:
+                expected = reference.later_ids(text, closed=before[-1] == reference.end_id)
         elif turn.parent_id is None:
             expected = reference.ids(reference.text(messages, tools, head=True, thinking=thinking))
         else:

@@ -72,7 +72,7 @@ def _branches(renderer: Renderer, dialogue: Dialogue) -> list[Branch]:
             path = renderer.encode(reply.before)
             replies = []
         begin = len(path)
-        path += renderer.encode(reply.text)
+        path += renderer.encode_after(reply.before, reply.text)
         replies.append((begin, len(path)))
         depth = place + 1
     made.append(_branch(path, replies))

@@ -14,6 +14,7 @@ from invrl.datasets.order import RowOrder, split_off
 from invrl.datasets.rows import DataRow, kind_of_file, load_rows, unusable_row
 from invrl.datasets.samples import RowTokenizer, batch_of
 from invrl.errors import ConfigError, UnusableRowError
+from invrl.gateway.config import ContentTokens
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.types import TrainBatch, TrainSample
 
@@ -31,6 +32,7 @@ class ModelText:
     vocab_size: int
     chat_template: str
     keep_thinking: bool
+    special_tokens_in_content: ContentTokens
     max_tokens: int
 
 
@@ -169,6 +171,7 @@ def load_dataset(config: DataConfig, objective: str, model: ModelText, *, seed: 
         model.vocab_size,
         chat_template=model.chat_template,
         keep_thinking=model.keep_thinking,
+        special_tokens_in_content=model.special_tokens_in_content,
     )
     return Dataset(
         file=file,

@@ -22,6 +22,10 @@ Constrained = Literal["free", "skip", "masked"]
 trained. `skip`: the form is forced, and the reply is not trained. `masked`: the form is forced, and the reply
 is trained as a choice among the tokens that the grammar allowed."""
 
+ContentTokens = Literal["plain", "control"]
+"""What the text of a control token in a message becomes. `plain`: the ids of its characters, as any other
+text; `control`: the id of the token."""
+
 
 class SessionPolicy(Section):
     """The limits of a session, and how its reward and its other numbers are handled. A caller may ask for
@@ -84,6 +88,11 @@ class GatewayConfig(SessionPolicy):
     chat_template_path: str = Field(
         "",
         description="Jinja file to use instead of the model's chat template; chatml-tools: the shipped one",
+    )
+    special_tokens_in_content: ContentTokens = Field(
+        "plain",
+        description="what a control token's text in messages and tools becomes: plain: text; control: the"
+        " token, so that a tool's output can forge a turn",
     )
     tool_call_parser: str = Field(
         "auto", description="SGLang's parser of tool calls; auto: by the chat template; none: no tools"

@@ -20,8 +20,8 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache saved of a
     conversation that continues. `failed_share/<reason>` are failures that count with a reward.
-    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and `forked_tokens` are the gateway's
-    counts."""
+    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens`, `control_tokens_as_text` and `forked_tokens`
+    are the gateway's counts."""
     rollouts = _rollouts_of(taken)
     return {
         **_reward_metrics(taken, rollouts),

@@ -393,9 +393,9 @@ def chat_template_override(config: Config) -> str:
     """The chat template that the run uses instead of the model's own; "" if it uses the model's own."""
     if not config.gateway.chat_template_path:
         return ""
-    from invrl.gateway.rendering.chat_template import chat_template_source  # loads the tokenizers' library
+    from invrl.gateway.rendering.chat_template import read_template  # loads the tokenizers' library
 
-    return chat_template_source("", config.gateway.chat_template_path)
+    return read_template(config.gateway.chat_template_path)
 
 
 def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:

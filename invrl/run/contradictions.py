@@ -113,7 +113,7 @@ def _of_rollouts(config: Config) -> Contradictions:
     used = {
         "rollout": ("eval_interval",),
         "engine": ("engine_dtype",),
-        "gateway": ("chat_template_path", "keep_thinking"),
+        "gateway": ("chat_template_path", "keep_thinking", "special_tokens_in_content"),
         "buffer": (),
         "weight_sync": (),
     }

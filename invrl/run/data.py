@@ -27,6 +27,7 @@ def load_run_data(config: Config) -> Dataset:
         vocab_size=shape.vocab_size,
         chat_template=config.gateway.chat_template_path,
         keep_thinking=config.gateway.keep_thinking,
+        special_tokens_in_content=config.gateway.special_tokens_in_content,
         max_tokens=max_tokens,
     )
     return load_dataset(config.data, config.algorithm.objective, model, seed=config.run.seed)

@@ -159,6 +159,7 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
         _NO_LIMIT,
         chat_template=config.gateway.chat_template_path,
         keep_thinking=config.gateway.keep_thinking,
+        special_tokens_in_content=config.gateway.special_tokens_in_content,
     )
 
 

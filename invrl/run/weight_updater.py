@@ -8,11 +8,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from invrl.engines.fleet import Fleet
 from invrl.errors import InvrlError, WeightSyncError
 from invrl.interfaces import WeightSender
+from invrl.model_folder import read_tokenizer
 from invrl.run.config import Config
 from invrl.run.gpu_turns import SenderThatSleeps
 from invrl.train.train_handle import TrainHandle
@@ -132,8 +131,8 @@ class WeightUpdater:
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:
     """Token ids of prose, code and numbers, at most 32 per text, so that most kinds of token of a vocabulary
-    are compared. Needs tokenizer.json only."""
-    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    are compared. Needs the tokenizer's files only. Raises ConfigError if they are broken."""
+    tokenizer = read_tokenizer(model_folder)
     prompts = []
     for text in _CANARY_TEXTS:
         encoding = tokenizer.encode(text, add_special_tokens=False)

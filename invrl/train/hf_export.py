@@ -10,6 +10,7 @@ import torch
 from invrl.file_entry import FileEntries
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import WeightLayout
+from invrl.model_folder import ADDITIONAL_TEMPLATES
 from invrl.store.manifest import MANIFEST_NAME
 from invrl.store.run_folder import KEEP_NAME
 from invrl.train.safetensors_file import INDEX_NAME, write_weights
@@ -52,8 +53,9 @@ def export_hugging_face(
     new_folder.mkdir(parents=True)
     copy_other_files(Path(source), new_folder)
     if chat_template:
-        # transformers reads this file before the template in tokenizer_config.json.
+        # transformers reads this file before the templates in tokenizer_config.json.
         (new_folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        shutil.rmtree(new_folder / ADDITIONAL_TEMPLATES, ignore_errors=True)
     _set_dtype(new_folder / "config.json", specs[0].dtype)
     entries = write_weights(new_folder, specs, weights, max_shard_bytes=max_shard_bytes)
     flush_tree(new_folder)
@@ -68,6 +70,11 @@ def copy_other_files(source: Path, to: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, to / file.name)
+    templates = source / ADDITIONAL_TEMPLATES
+    if templates.is_dir():
+        (to / ADDITIONAL_TEMPLATES).mkdir()
+        for file in templates.glob("*.jinja"):
+            shutil.copyfile(file, to / ADDITIONAL_TEMPLATES / file.name)
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:

@@ -18,9 +18,8 @@ from slow_cases import first_quick
 
 from invrl.cli.main import main
 from invrl.errors import SessionError
-from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import detect_parsers
+from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_check import check_template
 from invrl.gateway.rendering.template_corpus import CORPUS
@@ -40,7 +39,8 @@ def renderer(name: str, keep_thinking: bool = True) -> Renderer:
 def others(name: str, *, keep: bool = True) -> dict[str, set[str]]:
     """The patterns of each outcome but "exact"."""
     found: dict[str, set[str]] = {}
-    for finding in check_template(renderer(name, keep)):
+    made = renderer(name, keep)
+    for finding in check_template(made, choose_parsers("auto", "auto", made)):
         found.setdefault(finding.outcome, set()).add(finding.pattern)
     assert found.pop("exact")
     return found
@@ -77,7 +77,7 @@ def test_end_token_and_parsers_are_read_from_each_template(
     made = renderer(name)
     assert (made.end_of_turn, made.parallel_calls) == (end, parallel)
     assert made.end_of_turn_id in made.end_ids
-    assert detect_parsers(chat_template_source(str(model_folder(name)))) == (calls, reasoning)
+    assert choose_parsers("auto", "auto", made) == Parsers(tool_calls=calls, reasoning=reasoning)
     prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
     begin = {"llama3.2": "<|begin_of_text|>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}.get(name)
     if begin:  # once, by the template

@@ -26,7 +26,7 @@ from invrl.cli.commands.prepare_model import prepare
 from invrl.cli.gguf_header import read_architecture
 from invrl.cli.main import main
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, chat_template_source
+from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, template_sources
 from invrl.model_folder import check_model_folder
 from invrl.train.families.registry import FAMILIES
 
@@ -221,7 +221,7 @@ def test_given_chat_template_replaces_a_missing_template(copy: Path, tmp_path: P
     no_template(copy)
     out = tmp_path / "out"
     assert prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
-    assert chat_template_source(str(out)) == SHIPPED_TEMPLATES["chatml-tools"].read_text()
+    assert template_sources(str(out)).tool_use == SHIPPED_TEMPLATES["chatml-tools"].read_text()
     assert not prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
     with pytest.raises(ConfigError, match="with a chat template that was given"):
         prepare("--from-folder", str(copy), out, dtype="float32")

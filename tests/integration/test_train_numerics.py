@@ -18,7 +18,7 @@ from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import template_sources
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.sharding import mini_batches
@@ -231,9 +231,9 @@ def test_saved_model_has_the_chat_template_it_was_trained_with(
     model = make_tiny_model(tmp_path / "model")
     pool.build(model, train=EXACT, chat_template=given).each("export", str(tmp_path / "exported"))
     expected = given or CHAT_TEMPLATE
-    assert chat_template_source(str(tmp_path / "exported")) == expected
+    assert template_sources(str(tmp_path / "exported")).tool_use == expected
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == expected
-    assert chat_template_source(str(model)) == CHAT_TEMPLATE, "the source is left alone"
+    assert template_sources(str(model)).tool_use == CHAT_TEMPLATE, "the source is left alone"
 
 
 @pytest.mark.parametrize("share", first_quick([True, False]))

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from invrl.datasets.branches import Branch, branches
 from invrl.datasets.rows import Dialogue, read_row
 from invrl.errors import UnusableRowError
+from invrl.gateway.rendering.content_marks import without_marks
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_corpus import CORPUS
@@ -147,6 +148,7 @@ def test_each_reply_follows_the_prompt_that_the_gateway_would_send(model: str, k
             whole = renderer.text(
                 replace(prompt, messages=prompt.messages[: last + 1]), add_generation_prompt=False
             )
+            whole = without_marks(whole)
             text = renderer.decode(branch.tokens_T.tolist())
             trained_tail = renderer.decode(branch.tokens_T[starts[-1] :].tolist())
             assert (whole.removesuffix(renderer.after_reply) + renderer.end_of_turn).endswith(trained_tail), (

@@ -41,7 +41,12 @@ def dataset(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(data_path=str(file), **settings)
     text = ModelText(
-        folder=model, vocab_size=512, chat_template="", keep_thinking=True, max_tokens=max_tokens
+        folder=model,
+        vocab_size=512,
+        chat_template="",
+        keep_thinking=True,
+        special_tokens_in_content="plain",
+        max_tokens=max_tokens,
     )
     return load_dataset(config, objective, text, seed=1)
 
@@ -166,6 +171,7 @@ def test_row_that_the_template_refuses_is_skipped_and_named(tmp_path: Path, mode
         vocab_size=512,
         chat_template=str(tmp_path / "template.jinja"),
         keep_thinking=True,
+        special_tokens_in_content="plain",
         max_tokens=200,
     )
     config = DataConfig(data_path=str(tmp_path / "rows.jsonl"), data_batch_size=3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from invrl.gateway.rendering.parsers import Parsers, detect_parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.reply_parser import join_deltas, reply_message
 from invrl.gateway.types import Message, Tool, ToolChoice
 
@@ -304,29 +304,28 @@ def test_thinking_is_separated_whole_and_streamed(
     assert (refused.content, refused.reasoning) == (text, "")
 
 
+@pytest.mark.parametrize("pieces", [(), (1,), (3,), (100,)])
+@pytest.mark.parametrize(
+    ("said", "reasoning", "content"),
+    [
+        ("\n<think>hm</think>\nYes", "hm", "Yes"),
+        (" \n\n<think>\nhm\n</think>\n\nYes", "hm\n", "Yes"),
+        ("\nYes", "", "\nYes"),
+        ("Yes <think>hm</think> no", "", "Yes <think>hm</think> no"),
+        ("<thin", "", "<thin"),
+        ("\n", "", "\n"),
+    ],
+)
+def test_thinking_stands_at_the_beginning_of_a_reply_whole_and_streamed(
+    said: str, reasoning: str, content: str, pieces: tuple[int, ...]
+):
+    message = parsed(Parsers(tool_calls="qwen25", reasoning="qwen3"), said, pieces)
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
 @pytest.mark.parametrize("pieces", [(), (3,)])
 def test_only_one_call_is_parsed_if_parallel_calls_are_off(pieces: tuple[int, ...]):
     name, spelled = SPELLED["qwen25"]
     text = spelled([("halt", {}), ("get_weather", {"city": "x"})])
     [call] = parsed(name, text, pieces, parallel=False).tool_calls
     assert call.name == "halt"
-
-
-@pytest.mark.parametrize(
-    ("template", "found"),
-    [
-        ("{{ messages[0].content }}", ("", "")),
-        ("{% if tools %}<|python_tag|>{% endif %}", ("llama3", "")),
-        ("{% if tools %}Environment: ipython{% endif %}", ("llama3", "")),
-        ("{{ tools }}'<｜tool▁calls▁begin｜>' + '\n```json\n'", ("deepseekv3", "")),
-        (
-            "{{ tools }}'<｜tool▁calls▁begin｜>' thinking is defined '</think>'",
-            ("deepseekv31", "deepseek-v3"),
-        ),
-        ("{{ content.split('</think>')[-1] }}", ("", "deepseek-r1")),
-        ("{{ tools }}[TOOL_CALLS]", ("mistral", "")),
-        ("{{ tools }}<tool_call> enable_thinking </think>", ("qwen25", "qwen3")),
-    ],
-)
-def test_parsers_are_detected_from_the_chat_template(template: str, found: tuple[str, str]):
-    assert detect_parsers(template) == found

@@ -8,7 +8,6 @@ from pathlib import Path
 from running_gateway import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.shared_tools import SharedTools
@@ -53,7 +52,7 @@ def held(earlier: list[Tool]) -> list[Tool]:
 async def test_sessions_and_restored_sessions_share_their_tools(tmp_path: Path):
     model = make_tiny_model(tmp_path / "tiny")
     template = "chatml-tools"
-    parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), template))
+    parsers = choose_parsers("auto", "auto", load_renderer(str(model), 512, chat_template=template))
     histories: list[list[object]] = [[ASK], [ASK]]
     sessions: list[Session] = []
     turns: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, chat_template_source
+from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -33,7 +33,7 @@ def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) 
 @every_template
 def test_shipped_templates_continue_every_conversation_exactly(model: Path, name: str):
     renderer = load_renderer(str(model), 512, chat_template=name)
-    findings = list(check_template(renderer))
+    findings = list(check_template(renderer, choose_parsers("auto", "auto", renderer)))
     assert len(findings) > 20
     assert {finding.outcome for finding in findings} == {"exact"}
 
@@ -42,7 +42,7 @@ def test_shipped_templates_continue_every_conversation_exactly(model: Path, name
 def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
     """What the template shows of a call is what its parser reads, and the other way round."""
     renderer = load_renderer(str(model), 512, chat_template=name)
-    parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), name))
+    parsers = choose_parsers("auto", "auto", renderer)
     called = Message("assistant", "Let me see.", tool_calls=(ToolCall("", "calc", '{"a": "é", "b": [1]}'),))
     before = shown(renderer, ASK, tools=(TOOL,))
     whole = shown(renderer, ASK, called, Message("user", "y"), tools=(TOOL,))

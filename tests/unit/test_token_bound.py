@@ -76,9 +76,6 @@ def test_there_is_no_bound_for_tokenizers_that_may_lose_letters():
         tokenizer.normalizer = normalizer
         assert bound_of(tokenizer) is None
     tokenizer = byte_level("abcde")
-    tokenizer.enable_truncation(10)
-    assert bound_of(tokenizer) is None
-    tokenizer = byte_level("abcde")
     split = pre_tokenizers.Split("a", "removed")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
     assert bound_of(tokenizer) is None

@@ -200,7 +200,7 @@ def _renders(folder: Path, gateway: GatewayConfig) -> bool:
 
 
 def _load_parsers(gateway: GatewayConfig) -> None:
-    from invrl.gateway.rendering.parsers import choose_parsers
+    from invrl.gateway.rendering.parsers import named_parsers
 
     # SGLang's import is slow, so it is imported only for a parser that is named.
     tool_calls = gateway.tool_call_parser
@@ -209,7 +209,7 @@ def _load_parsers(gateway: GatewayConfig) -> None:
         tool_calls = "none"
     if reasoning == "auto":
         reasoning = "none"
-    choose_parsers(tool_calls, reasoning, template="").preload()
+    named_parsers(tool_calls, reasoning).preload()
 
 
 def _template_error(folder: Path, gateway: GatewayConfig, error: Exception) -> ConfigError:

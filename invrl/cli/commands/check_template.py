@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from invrl.cli.arguments import split_options
 from invrl.cli.command import CommandFailed
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import detect_parsers
+from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
-from invrl.gateway.rendering.template_check import report
+from invrl.gateway.rendering.template_check import missing_tools, report
 from invrl.model_folder import check_is_folder
 from invrl.run.config import ModelConfig
 from invrl.run.driver_commands import FAILURE_EXIT
@@ -25,7 +24,8 @@ def check_template(arguments: Sequence[str]) -> None:
     Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the
     gateway does, and compares the result with the template's own rendering. A conversation is right if
     it is exact, or a fork with a reason; exit code 1 if one is wrong. Names the parsers that `auto`
-    chooses. The folder needs a tokenizer and no weights."""
+    chooses, and plays calls as they read them, whole and streamed. The folder needs a tokenizer and no
+    weights."""
     options, rest = split_options(arguments, ["--chat-template-path"])
     models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
     if len(models) != 1:
@@ -36,8 +36,8 @@ def check_template(arguments: Sequence[str]) -> None:
     template = options.get("--chat-template-path", "")
     keep_thinking = _NO_KEEP_THINKING not in rest
     renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)
-    findings = list(check_conversations(renderer))
-    parsers = detect_parsers(chat_template_source(str(folder), template))
-    print(report(findings, parsers))
+    parsers = choose_parsers("auto", "auto", renderer)
+    findings = list(check_conversations(renderer, parsers))
+    print(report(findings, parsers, missing_tools(renderer, parsers)))
     if any(finding.outcome == "wrong" for finding in findings):
         raise CommandFailed(FAILURE_EXIT)

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from invrl.cli.arguments import read_options
 from invrl.cli.gguf_header import read_architecture
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.chat_template import read_template
 from invrl.host.descendants import die_with_parent
 from invrl.model_folder import (
     check_is_folder,
@@ -109,7 +109,7 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
     record = {"source": origin, "dtype": dtype}
     template_text = ""
     if chat_template:
-        template_text = chat_template_source("", chat_template)
+        template_text = read_template(chat_template)
         record["chat_template"] = template_text
     if out.exists() and _is_ready(out, record):
         return False

@@ -50,7 +50,7 @@ class CallReader:
         self._text = ""
         """Text that was not returned yet: it may become a block, or it begins with the current block."""
         self._space = ""
-        """Whitespace behind a call. It is content only if more content follows."""
+        """Whitespace at the end of the content so far. Around calls, it is content only if more follows."""
         self._content = ""
         """All content so far, kept for forms that are not known."""
         self._num_calls = 0
@@ -73,6 +73,8 @@ class CallReader:
     def finish(self) -> tuple[Delta, ...]:
         """The rest of the reply, once the text is complete."""
         self._deltas.extend(self._read_text(is_last=True))
+        if self._space and not self._num_calls:
+            self._deltas.append(Delta(content=self._space))
         if not self._stream:
             return (self._whole_reply(),)
         rest = []
@@ -202,15 +204,14 @@ class CallReader:
         return self._take(len(self._text) - held_back)
 
     def _content_delta(self, text: str) -> Delta:
-        """`text` as content. Whitespace behind a call is held back until more content follows."""
-        text = self._space + text
-        self._space = ""
-        if self._num_calls and text.isspace():
-            self._space = text
-            text = ""
+        """`text` as content. Whitespace at its end is held back until more content follows: around calls it
+        is no content."""
         if not self._form_is_known:
             self._content += text
-        return Delta(content=text)
+        text = self._space + text
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        return Delta(content=visible)
 
     def _calls_delta(self, calls: Iterable[CallDelta]) -> Delta:
         """The calls that add something, as far as `max_calls` permits."""

@@ -5,15 +5,17 @@ It is rendered by transformers' own template function, so that prompts are what 
 import contextlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.model_files import read_json, special_tokens
+from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.model_folder import ADDITIONAL_TEMPLATES, read_optional_json, special_tokens
 from invrl.near_path import fix_of_path
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -25,32 +27,66 @@ SHIPPED_TEMPLATES = {
 """The chat templates that come with invrl. A setting may give one by its name instead of a path."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Around what the model generates, in templates that say so."""
+_NO_CONTROL_TOKENS = ControlTokens()
 _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 
-def chat_template_source(model_path: str, chat_template: str = "") -> str:
-    """The Jinja text of the chat template. `chat_template` is the path of a file or the name of a shipped
-    template; "" for the model folder's own. ConfigError if there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSources:
+    """The Jinja texts of a model: some have a template of their own for conversations with tools."""
+
+    default: str
+    tool_use: str
+
+    @classmethod
+    def same(cls, text: str) -> "TemplateSources":
+        """One text for all conversations."""
+        return cls(default=text, tool_use=text)
+
+
+def template_sources(model_path: str, chat_template: str = "") -> TemplateSources:
+    """The chat templates, as transformers finds them. `chat_template` is the path of a file or the name of a
+    shipped template; "" for the model folder's own. ConfigError if there is none."""
     if chat_template:
-        return _read_template(chat_template)
+        return TemplateSources.same(read_template(chat_template))
     folder = Path(model_path)
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        by_name = {named["name"]: named["template"] for named in template}
-        template = by_name.get("default")
-    if not template:
+    by_name = _templates_in_files(folder) or _templates_in_settings(folder)
+    default = by_name.get("default")
+    if not default:
+        reason = "the folder has no chat template"
+        if by_name:
+            reason = f"none of its chat templates ({', '.join(sorted(by_name))}) is named default"
         fix = (
             "choose an instruct model, or give --chat-template-path FILE "
             f"(shipped here: {', '.join(SHIPPED_TEMPLATES)})"
         )
-        raise ConfigError("model.model_path", str(folder), "the folder has no chat template", fix)
-    return str(template)
+        raise ConfigError("model.model_path", str(folder), reason, fix)
+    return TemplateSources(default=default, tool_use=by_name.get("tool_use") or default)
 
 
-def _read_template(chat_template: str) -> str:
+def _templates_in_files(folder: Path) -> dict[str, str]:
+    """The templates that have files of their own, by their names. They replace those of the settings."""
+    by_name = {}
+    default = folder / "chat_template.jinja"
+    if default.exists():
+        by_name["default"] = default.read_text(encoding="utf-8")
+    for file in sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja")):
+        by_name[file.stem] = file.read_text(encoding="utf-8")
+    return by_name
+
+
+def _templates_in_settings(folder: Path) -> dict[str, str]:
+    """The templates in tokenizer_config.json: one text, or a list of named ones."""
+    template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        return {named["name"]: named["template"] for named in template}
+    if isinstance(template, str):
+        return {"default": template}
+    return {}
+
+
+def read_template(chat_template: str) -> str:
+    """The Jinja text of a file, or of a shipped template by its name. ConfigError if it cannot be read."""
     file = SHIPPED_TEMPLATES.get(chat_template) or Path(chat_template).expanduser()
     try:
         return file.read_text(encoding="utf-8")
@@ -78,23 +114,31 @@ _CALL_FORMS = (
 )
 _PROBE_CALL = ToolCall("call-1", "probe_tool", '{"probe_key": 1}')
 _PROBE = Prompt(messages=(Message("user", "x"), Message("assistant", tool_calls=(_PROBE_CALL,))))
+_PROBE_WITH_TOOLS = replace(_PROBE, tools=(Tool(name="probe_tool"),))
 
 
 class JinjaTemplate(Template):
     """A chat template in Jinja. Templates differ in how they expect a tool call: the constructor renders a
     probe in each form, and the first form in which the call appears is used from then on."""
 
-    def __init__(self, source: str, folder: Path) -> None:
-        self._source = source
+    def __init__(
+        self,
+        sources: TemplateSources,
+        folder: Path,
+        control_tokens: ControlTokens = _NO_CONTROL_TOKENS,
+    ) -> None:
+        self._sources = sources
+        self._content_marks = ContentMarks(control_tokens.contents)
+        self._reply_marks = ContentMarks(control_tokens.replies)
         self._special_tokens = special_tokens(folder)
         self._today = datetime.now()
         """The date that templates show. It stays the same past midnight, because all turns of a conversation
         must render the same beginning."""
-        for form in _CALL_FORMS:
-            self._call_form = form
-            if self._shows_probe():
-                return
-        self._call_form = _CALL_FORMS[0]
+        self._call_forms: dict[str, _CallForm] = {}
+        """By the template's source."""
+        self._find_call_form(sources.default, _PROBE)
+        if sources.tool_use != sources.default:
+            self._find_call_form(sources.tool_use, _PROBE_WITH_TOOLS)
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
         text, _ = self._render(prompt, add_generation_prompt=add_generation_prompt, with_marks=False)
@@ -102,7 +146,7 @@ class JinjaTemplate(Template):
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
         """By `{% generation %}` blocks, if the template has any."""
-        if not _GENERATION_BLOCK.search(self._source):
+        if not _GENERATION_BLOCK.search(self._source(prompt)):
             return None
         _, marks = self._render(prompt, add_generation_prompt=False, with_marks=True)
         if not marks:
@@ -121,10 +165,16 @@ class JinjaTemplate(Template):
         if prompt.thinking is not None:
             variables["enable_thinking"] = prompt.thinking
             variables["thinking"] = prompt.thinking
+        source = self._source(prompt)
+        messages = []
+        for message in prompt.messages:
+            fields = _template_message(message, self._call_forms[source])
+            messages.append(self._marked_message(fields))
+        tools = [self._content_marks.mark(_template_tool(tool)) for tool in prompt.tools]
         rendered, marks = render_jinja_template(
-            conversations=[[self._template_message(message) for message in prompt.messages]],
-            tools=[_template_tool(tool) for tool in prompt.tools] or None,
-            chat_template=self._source,
+            conversations=[messages],
+            tools=tools or None,
+            chat_template=source,
             return_assistant_tokens_mask=with_marks,
             **variables,
         )
@@ -133,33 +183,69 @@ class JinjaTemplate(Template):
         # transformers declares the rendered text's type for these too.
         return rendered[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
-    def _shows_probe(self) -> bool:
+    def _marked_message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        is_reply = fields["role"] == "assistant"
+        marked = {}
+        for name, value in fields.items():
+            marks = self._content_marks
+            if is_reply and name in ("content", "reasoning_content"):
+                marks = self._reply_marks
+            marked[name] = marks.mark(value)
+        return marked
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        count = 0
+        for message in messages:
+            text_marks = self._content_marks
+            if message.role == "assistant":
+                text_marks = self._reply_marks
+            count += text_marks.count(message.content) + text_marks.count(message.reasoning)
+            for call in message.tool_calls:
+                count += self._content_marks.count(call.arguments)
+        return count
+
+    def _source(self, prompt: Prompt) -> str:
+        if prompt.tools:
+            return self._sources.tool_use
+        return self._sources.default
+
+    def _find_call_form(self, source: str, probe: Prompt) -> None:
+        for form in _CALL_FORMS:
+            self._call_forms[source] = form
+            if self._shows_call(probe):
+                return
+        self._call_forms[source] = _CALL_FORMS[0]
+
+    def _shows_call(self, probe: Prompt) -> bool:
         try:
-            text = self(_PROBE, add_generation_prompt=False)
+            text = self(probe, add_generation_prompt=False)
         except Exception:  # a template may raise any exception
             return False
-        return "probe_tool" in text and '"probe_key": 1' in text
+        return _PROBE_CALL.name in text and '"probe_key": 1' in text
 
-    def _template_message(self, message: Message) -> dict[str, Any]:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.reasoning:
-            fields["reasoning_content"] = message.reasoning
-        if message.tool_call_id:
-            fields["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            fields["content"] = message.content or self._call_form.no_content
-            fields["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
-        return fields
 
-    def _template_call(self, call: ToolCall) -> dict[str, Any]:
-        arguments: Any = call.arguments
-        if not self._call_form.arguments_as_text:
-            with contextlib.suppress(ValueError):
-                parsed = json.loads(call.arguments)
-                # Half of a surrogate pair cannot be encoded: such arguments stay text.
-                json.dumps(parsed, ensure_ascii=False).encode()
-                arguments = parsed
-        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _template_message(message: Message, call_form: _CallForm) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["content"] = message.content or call_form.no_content
+        fields["tool_calls"] = [_template_call(call, call_form) for call in message.tool_calls]
+    return fields
+
+
+def _template_call(call: ToolCall, call_form: _CallForm) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not call_form.arguments_as_text:
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(call.arguments)
+            # Half of a surrogate pair cannot be encoded: such arguments stay text.
+            json.dumps(parsed, ensure_ascii=False).encode()
+            arguments = parsed
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:

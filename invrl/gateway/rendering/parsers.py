@@ -12,61 +12,29 @@ from invrl.errors import ConfigError, SessionError
 from invrl.gateway.rendering.call_grammar import reply_grammar
 from invrl.gateway.rendering.call_parser import call_parser
 from invrl.gateway.rendering.call_reader import CallReader
+from invrl.gateway.rendering.parser_detection import detect_call_parser, detect_reasoning_parser
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, reasoning_parser
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import Json
 
-_CALLS_BY_MARK = (
-    ("<|python_tag|>", "llama3"),
-    ("ipython", "llama3"),
-    ("｜DSML｜", "deepseekv32"),
-    ("<｜tool▁calls▁begin｜>", "deepseekv3"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "qwen25"),
-)
-"""A text in a chat template, and SGLang's parser of the calls that such a template asks for."""
-_REASONING_BY_MARK = (
-    ("enable_thinking", "qwen3"),
-    ("thinking is defined", "deepseek-v3"),
-    ("</think>", "deepseek-r1"),
-)
-"""The same for SGLang's parsers of reasoning."""
+
+def choose_parsers(tool_calls: str, reasoning: str, renderer: Renderer) -> Parsers:
+    """The parsers by the names in the settings: SGLang's names, "auto" (the first one that reads what the
+    chat template writes) or "none"."""
+    if tool_calls == "auto":
+        tool_calls = detect_call_parser(renderer)
+    if reasoning == "auto":
+        reasoning = detect_reasoning_parser(renderer)
+    return named_parsers(tool_calls, reasoning)
 
 
-def detect_parsers(template: str) -> tuple[str, str]:
-    """SGLang's names of the tool-call parser and the reasoning parser for a chat template; "" for none."""
-    tool_calls = ""
-    if "tools" in template:
-        tool_calls = _first_marked(_CALLS_BY_MARK, template)
-    if tool_calls == "deepseekv3" and "```json" not in template:
-        tool_calls = "deepseekv31"
-    return tool_calls, _first_marked(_REASONING_BY_MARK, template)
-
-
-def _first_marked(marks: Sequence[tuple[str, str]], template: str) -> str:
-    """The name that belongs to the first mark in the template; "" if it has none of them."""
-    for mark, name in marks:
-        if mark in template:
-            return name
-    return ""
-
-
-def choose_parsers(tool_calls: str, reasoning: str, *, template: str) -> Parsers:
-    """The parsers by the names in the settings: SGLang's names, "auto" (by the chat template) or "none"."""
-    detected_calls, detected_reasoning = detect_parsers(template)
+def named_parsers(tool_calls: str, reasoning: str) -> Parsers:
+    """The parsers of these names; "none" or "" for none."""
     return Parsers(
-        tool_calls=_chosen(tool_calls, detected_calls),
-        reasoning=_chosen(reasoning, detected_reasoning),
+        tool_calls="" if tool_calls == "none" else tool_calls,
+        reasoning="" if reasoning == "none" else reasoning,
     )
-
-
-def _chosen(setting: str, detected: str) -> str:
-    if setting == "auto":
-        return detected
-    if setting == "none":
-        return ""
-    return setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

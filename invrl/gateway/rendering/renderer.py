@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from invrl.errors import SessionError
+from invrl.gateway.rendering.content_marks import double_marks, without_marks
 from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.rendering.thinking import (
@@ -65,21 +66,33 @@ class Room:
 class TextTokenizer(Protocol):
     """The tokenizer that a renderer needs."""
 
-    def encode(self, text: str, *, max_ids: int | None = None) -> list[int]:
-        """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`."""
+    @property
+    def begin_ids(self) -> Sequence[int]:
+        """What comes before every text that no template has rendered."""
+        ...
+
+    def encode(self, text: str, *, inside: bool = False, max_ids: int | None = None) -> list[int]:
+        """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`.
+        `inside`: the text stands behind other tokens."""
         ...
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the text's number of tokens, found without tokenising it; 0 if none is known."""
         ...
 
-    def decode(self, ids: Sequence[int], *, special: bool) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool, inside: bool = False) -> str: ...
+
+    def preload(self) -> None: ...
 
 
 class Template(Protocol):
     """The chat template of a model."""
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        return 0
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
         """Beginning and end of the last text in the rendered messages that the template itself marks as a
@@ -139,6 +152,10 @@ class Renderer:
         self.parallel_calls = self._renders_replies_behind_prompts(_PROBE_QUESTION, _PROBE_TWO_CALLS)
         """The template renders more than one call in a reply."""
 
+    def preload(self) -> None:
+        """Loads what only some prompts need, before the first of them has to wait for it."""
+        self._tokenizer.preload()
+
     def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
         """The ids of the whole conversation and of the beginning of the reply. SessionError 400 if the
         template refuses the conversation, PromptTooLong if there is no room for it."""
@@ -178,8 +195,39 @@ class Renderer:
             return Tail(ids=[], fork=ForkReason.THINKING_STRIPPED)
         if self.is_closed(path):
             end += len(self.end_of_turn)
-        ids = self.encode(full[end:], room, before=len(path))
+        ids = self._encode_behind(path, full[end:], room)
+        if self.end_of_turn_id is None and path and path[-1] in self.end_ids and ids[:1] == list(path[-1:]):
+            # GLM's replies end with the mark of the next message, which the template writes at its beginning.
+            ids = ids[1:]
         return Tail(ids=ids, kept_thinking=removed_thinking)
+
+    def render_text(self, text: str, room: Room | None = None, *, path: Sequence[int] = ()) -> list[int]:
+        """The ids of a text that no template has rendered, behind those of `path`. If it begins a prompt, the
+        token that begins a sequence comes first, for tokenizers that have one, unless the text has it
+        itself. PromptTooLong if there is no room for both."""
+        text = double_marks(text)
+        if path:
+            return self._encode_behind(path, text, room)
+        begin_ids = list(self._tokenizer.begin_ids)
+        ids = self.encode(text, room, before=len(begin_ids))
+        if ids[: len(begin_ids)] == begin_ids:
+            return ids
+        return begin_ids + ids
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """The ids of `text` where it stands behind the text `before`, whose ids stay as they are."""
+        if self.end_of_turn:
+            # What stands before a special token has no influence on what stands behind it.
+            before = before[max(before.rfind(self.end_of_turn), 0) :]
+        before_ids = self.encode(before)
+        ids = self.encode(before + text)
+        if ids[: len(before_ids)] == before_ids:
+            return ids[len(before_ids) :]
+        return self.encode(text, inside=True)
+
+    def num_control_tokens(self, messages: Sequence[Message]) -> int:
+        """As that of the template."""
+        return self._template.num_control_tokens(messages)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         """Whether the reply ends with the template's end-of-turn token."""
@@ -187,28 +235,30 @@ class Renderer:
             return False
         return sampled_ids[-1] == self.end_of_turn_id
 
-    def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False) -> str:
+    def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False, inside: bool = False) -> str:
         """The text of a reply without the token that ended it. `special`: other special tokens are
-        included."""
+        included. `inside`: a space that it begins with is part of it, as in a text that no template wraps."""
         ends_turn = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
         if ends_turn:
             sampled_ids = sampled_ids[:-1]
-        return self._tokenizer.decode(sampled_ids, special=special)
+        return self._tokenizer.decode(sampled_ids, special=special, inside=inside)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included."""
-        return self._tokenizer.decode(ids, special=True)
+    def decode(self, ids: Sequence[int], *, inside: bool = False) -> str:
+        """The text of the ids, special tokens included. `inside`: the ids stand behind others."""
+        return self._tokenizer.decode(ids, special=True, inside=inside)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token; "" for a special token."""
         return self._tokenizer.decode([token_id], special=False)
 
-    def stream(self, stop: Sequence[str], *, special: bool = False) -> TextStream:
-        """The text of one reply as its ids arrive, up to a stop string."""
-        return TextStream(partial(self.reply_text, special=special), stop)
+    def stream(self, stop: Sequence[str], *, special: bool = False, inside: bool = False) -> TextStream:
+        """The text of one reply as its ids arrive, up to a stop string. `special` and `inside` as in
+        `reply_text`."""
+        return TextStream(partial(self.reply_text, special=special, inside=inside), stop)
 
     def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as the template renders it. SessionError 400 if the template refuses it."""
+        """The prompt as the template renders it, with marks in the control tokens of contents
+        (`content_marks.py`). SessionError 400 if the template refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
         except ImportError:  # jinja2 is missing: neither the template nor the conversation is at fault
@@ -225,8 +275,16 @@ class Renderer:
         except Exception as error:
             raise _refusal(error) from error
 
-    def encode(self, text: str, room: Room | None = None, *, before: int = 0) -> list[int]:
-        """The ids of a text that follows `before` other tokens. PromptTooLong if there is no room for it; if
+    def encode(
+        self,
+        text: str,
+        room: Room | None = None,
+        *,
+        before: int = 0,
+        inside: bool = False,
+    ) -> list[int]:
+        """The ids of a text. `before` other tokens take some of the room. `inside`: the text stands behind
+        them, and is no beginning of a prompt. PromptTooLong if there is no room for it; if
         possible, this is found out before a large text is tokenised. SessionError 400 if the text has a token
         that is not in the model's vocabulary."""
         max_ids = None
@@ -235,7 +293,7 @@ class Renderer:
             if not room.exact:
                 self._check_min_tokens(text, max_ids, before)
         try:
-            ids = self._tokenizer.encode(text, max_ids=max_ids)
+            ids = self._tokenizer.encode(text, inside=inside, max_ids=max_ids)
         except PromptTooLong as error:
             raise PromptTooLong(before + error.tokens, exact=True) from None
         highest = max(ids, default=0)
@@ -243,6 +301,13 @@ class Renderer:
             reason = f"token {highest} is outside of the model's vocabulary ({self._vocab_size})"
             raise SessionError(reason, status=400, code="invalid_messages")
         return ids
+
+    def _encode_behind(self, path: Sequence[int], text: str, room: Room | None) -> list[int]:
+        """The ids of a text that follows the path. The token that ends a turn may take the whitespace behind
+        it (Phi-3's does), so that the text is tokenised together with it."""
+        if not self.is_closed(path):
+            return self.encode(text, room, before=len(path), inside=True)
+        return self.encode(self.end_of_turn + text, room, before=len(path) - 1)[1:]
 
     def _check_min_tokens(self, text: str, max_ids: int, before: int) -> None:
         """PromptTooLong if a large text certainly has more than `max_ids` tokens."""
@@ -323,7 +388,7 @@ class Renderer:
         recorded = self.decode(path)
         removed = 0
         for thought in thoughts:
-            if thought in recorded and thought not in rendered:
+            if thought in recorded and thought not in without_marks(rendered):
                 removed += len(self._tokenizer.encode(thought))
         return removed
 

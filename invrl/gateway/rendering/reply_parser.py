@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from invrl.gateway.rendering.call_reader import CallReader
+from invrl.gateway.rendering.thinking import THINK
 from invrl.gateway.types import CallDelta, Delta, Message, ToolCall
 
 if TYPE_CHECKING:
@@ -30,8 +31,14 @@ class ReplyParser:
         self._stream = stream
         self._text = ""
         """The text so far, if nothing is returned before the end."""
+        self._opening = ""
+        """The text so far, while it may still become the mark that begins thinking."""
+        self._is_open = reasoning is None or not _may_begin_thinking(reasoning)
+        """The beginning of the reply has been looked at."""
         self._beginning = ""
         """The text before the first content, kept while the reply may still be thinking."""
+        self._has_reasoning = False
+        """Some reasoning was returned."""
         self._has_content = False
         """Some content was returned."""
         self._has_thought = False
@@ -49,6 +56,7 @@ class ReplyParser:
         if not self._stream:
             self._text += text
             return Delta()
+        text = self._after_opening(text)
         if not text:
             return Delta()
         reasoning, rest = self._split_reasoning("parse_stream_chunk", text)
@@ -56,15 +64,39 @@ class ReplyParser:
 
     def finish(self) -> tuple[Delta, ...]:
         """The rest of the reply, once the text is complete."""
+        deltas = []
         if self._stream:
+            opening = self._after_opening("", is_last=True)
+            if opening:
+                deltas.append(self._parsed(*self._split_reasoning("parse_stream_chunk", opening)))
             reasoning, rest = self._split_reasoning("parse_stream_end")
         else:
-            reasoning, rest = self._split_reasoning("parse_non_stream", self._text)
-        deltas = [self._parsed(reasoning, rest)]
+            text = self._after_opening(self._text, is_last=True)
+            reasoning, rest = self._split_reasoning("parse_non_stream", text)
+        deltas.append(self._parsed(reasoning, rest))
         if self._calls is not None:
             deltas.extend(self._calls.finish())
         shown = [self._without_template_newlines(delta) for delta in deltas if delta]
         return tuple(shown)
+
+    def _after_opening(self, text: str, *, is_last: bool = False) -> str:
+        """The text that may be parsed now. A reply thinks only if it begins with the mark of thinking, before
+        which some models write a newline. Without the mark, all of the reply is content."""
+        if self._is_open or self._reasoning is None:
+            return text
+        self._opening += text
+        mark = self._reasoning.detector.think_start_token
+        visible = self._opening.lstrip()
+        if visible.startswith(mark):
+            opening = visible
+        elif mark.startswith(visible) and not is_last:
+            return ""
+        else:
+            opening = self._opening
+            self._reasoning = None
+        self._opening = ""
+        self._is_open = True
+        return opening
 
     def _split_reasoning(self, method: str, *text: str) -> tuple[str, str]:
         """The reasoning and the rest, as this method of SGLang's parser returns them."""
@@ -85,15 +117,22 @@ class ReplyParser:
         """Removes the newlines around the marks of thinking: they are the template's, not the reply's."""
         reasoning = delta.reasoning
         content = delta.content
-        if not self._has_thought:
+        if not self._has_reasoning:
             reasoning = reasoning.lstrip("\n")
         if reasoning:
+            self._has_reasoning = True
             self._has_thought = True
         if self._has_thought and not self._has_content:
             content = content.lstrip("\n")
         if content:
             self._has_content = True
         return structs.replace(delta, reasoning=reasoning, content=content)
+
+
+def _may_begin_thinking(reasoning: ReasoningParser) -> bool:
+    """Whether the reply itself writes the mark that begins thinking, at its beginning."""
+    detector = reasoning.detector
+    return detector.think_start_token == THINK and not detector.force_reasoning
 
 
 def reasoning_parser(name: str, *, in_thinking: bool) -> ReasoningParser:

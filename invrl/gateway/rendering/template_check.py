@@ -5,21 +5,28 @@ ids, with each reply spelled as the tokenizer spells the template's own renderin
 template's rendering of the whole conversation. Both must give the same ids, or the gateway must have recorded
 why it started a new branch."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from invrl.errors import SessionError
+from invrl.gateway.rendering.parser_detection import shows_tools
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer, Tail
+from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
+from invrl.gateway.rendering.spelled_reply import spelled_reply, visible_text
 from invrl.gateway.rendering.template_corpus import CORPUS
-from invrl.gateway.rendering.thinking import END_THINK, THINK
-from invrl.gateway.types import ADVICE, Prompt
+from invrl.gateway.rendering.thinking import equal_without_thinking
+from invrl.gateway.types import ADVICE, Message, Prompt, ToolChoice
 
 Verdict = Literal["exact", "kept", "forks", "refused", "wrong"]
+_PROMPT_END = 16
+"""Ids at the end of a prompt that say whether it has opened thinking."""
 _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
-    "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
+    "kept": "goes on from what was sampled, where the template would now show other thinking",
     "forks": "a turn starts a new branch, rendered from the beginning",
     "refused": "the template does not take such conversations: the agent gets a 400",
     "wrong": "neither exact nor a recorded fork: report it, and do not train on such conversations",
@@ -40,8 +47,12 @@ class Finding:
     reason: str
 
 
-def check_template(renderer: Renderer) -> Iterator[Finding]:
-    """One finding for each conversation. Some are also played with replies that are cut short."""
+def check_template(renderer: Renderer, parsers: Parsers) -> Iterator[Finding]:
+    """One finding for each conversation. Some are also played with replies that are cut short. If there is a
+    parser of calls, a conversation is played with what it reads, whole and streamed."""
+    if parsers.tool_calls:
+        for stream in (False, True):
+            yield check_calls(renderer, parsers, stream=stream)
     for name, prompt in CORPUS.items():
         yield check(renderer, name, prompt)
         if name in ("several turns", "call", "thinking"):
@@ -57,6 +68,121 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
     worst = min(playback.reasons, key=_WORST_FIRST.index)
     return Finding(pattern=pattern, outcome=worst, reason=playback.reasons[worst])
+
+
+def check_calls(renderer: Renderer, parsers: Parsers, *, stream: bool) -> Finding:
+    """Plays two turns with calls. Each reply is sent back as the parser has read it, with the gateway's own
+    call ids, and ends with the token at which the engine would have stopped."""
+    pattern = f"calls as they are parsed, {'streamed' if stream else 'whole'}"
+    playback = _ParsedPlayback(renderer, parsers, stream=stream)
+    try:
+        playback.play(CORPUS["calls in turn"])
+    except SessionError as error:
+        return Finding(pattern=pattern, outcome="refused", reason=error.message)
+    worst = min(playback.reasons, key=_WORST_FIRST.index)
+    return Finding(pattern=pattern, outcome=worst, reason=playback.reasons[worst])
+
+
+class _ParsedPlayback:
+    """Plays a conversation as an agent does that sends back what it was told."""
+
+    def __init__(self, renderer: Renderer, parsers: Parsers, *, stream: bool) -> None:
+        self._renderer = renderer
+        self._parsers = parsers
+        self._stream = stream
+        self._path: list[int] = []
+        """The recorded ids of the messages up to the latest reply."""
+        self._request = Prompt(messages=())
+        """What the agent sends next."""
+        self._call_id = ""
+        """Of the call that comes next to a result."""
+        self.reasons: dict[Verdict, str] = {"exact": ""}
+        """Every verdict so far, with its latest reason."""
+
+    def play(self, conversation: Prompt) -> None:
+        """SessionError if the template refuses one of the requests."""
+        self._request = replace(conversation, messages=())
+        for message in conversation.messages:
+            if message.role == "assistant":
+                self._ask()
+                self._reply(message)
+            elif message.role == "tool":
+                self._send(replace(message, tool_call_id=self._call_id))
+            else:
+                self._send(message)
+        self._ask()
+
+    def _send(self, message: Message) -> None:
+        self._request = replace(self._request, messages=(*self._request.messages, message))
+
+    def _ask(self) -> None:
+        whole = self._renderer.render_first(self._request)
+        if not self._path:
+            self._path = whole
+            return
+        tail = self._tail()
+        if tail.fork is None and self._renderer.end_of_turn_id is None:
+            # The reply ended with the mark of the next message, if the engine stops at it.
+            self._path += [token_id for token_id in tail.ids[:1] if token_id in self._renderer.end_ids]
+            tail = self._tail()
+        if tail.fork is not None:
+            self.reasons["forks"] = tail.fork.value
+            self._path = whole
+            return
+        self._path = self._path + tail.ids
+        if self._path != whole:
+            verdict, reason = _judge(self._renderer, self._path, tail, whole)
+            self.reasons[verdict] = reason
+
+    def _tail(self) -> Tail:
+        replies = [at for at, message in enumerate(self._request.messages, 1) if message.role == "assistant"]
+        return self._renderer.render_tail(self._request, replies[-1], self._path)
+
+    def _reply(self, message: Message) -> None:
+        """Samples the message, and records it as the client gets it."""
+        position = len(self._request.messages)
+        answered = replace(self._request, messages=(*self._request.messages, message))
+        sampled = spelled_reply(self._renderer, answered, position)
+        parser = self._parsers.reply(
+            self._request.tools,
+            ToolChoice(),
+            parallel=True,
+            prompt_text=self._renderer.reply_text(self._path[-_PROMPT_END:], special=True),
+            stream=self._stream,
+            turn_id=f"turn-{position}",
+        )
+        reply = _read(self._renderer, parser, sampled)
+        if not _same_reply(reply, message):
+            said = self._renderer.reply_text(sampled, special=True)
+            self.reasons["wrong"] = (
+                f"the parser {self._parsers.tool_calls} reads {said!r} as"
+                f" {len(reply.tool_calls)} calls and the text {reply.content!r}"
+            )
+        if reply.tool_calls:
+            self._call_id = reply.tool_calls[0].id
+        self._path = self._path + sampled
+        self._send(reply)
+
+
+def _read(renderer: Renderer, parser: ReplyParser, sampled: Sequence[int]) -> Message:
+    """The message that a client gets for the sampled ids, which arrive one by one."""
+    text = renderer.stream((), special=parser.special)
+    deltas = [parser.push(text.push([token_id])) for token_id in sampled]
+    deltas.append(parser.push(text.finish()))
+    return reply_message(join_deltas([*deltas, *parser.finish()]))
+
+
+def _same_reply(reply: Message, expected: Message) -> bool:
+    if reply.content.strip() != expected.content or len(reply.tool_calls) != len(expected.tool_calls):
+        return False
+    for call, written in zip(reply.tool_calls, expected.tool_calls, strict=True):
+        try:
+            same_arguments = json.loads(call.arguments) == json.loads(written.arguments)
+        except ValueError:
+            return False
+        if call.name != written.name or not same_arguments:
+            return False
+    return True
 
 
 class _Playback:
@@ -100,42 +226,9 @@ class _Playback:
 
     def _reply(self, position: int) -> None:
         """Records the message at `position` as the reply that was sampled."""
-        reply_ids = _spell_reply(self._renderer, self._prompt, position, cut=self._cut)
+        reply_ids = spelled_reply(self._renderer, self._prompt, position, cut=self._cut)
         self._path = self._path + reply_ids
         self._depth = position + 1
-
-
-def _spell_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: bool) -> list[int]:
-    """The ids of a reply, as the template writes it behind the head that its prompt ends with."""
-    request = replace(prompt, messages=prompt.messages[:position])
-    conversation = replace(prompt, messages=prompt.messages[: position + 1])
-    asked = renderer.text(request)
-    answered = renderer.text(conversation, add_generation_prompt=False)
-    answered = answered.removesuffix(renderer.after_reply)
-    reasoning = prompt.messages[position].reasoning
-    if answered.startswith(asked):
-        text = answered.removeprefix(asked)
-    else:
-        text = _reply_behind_another_head(renderer, asked, answered)
-        if asked.rstrip().endswith(THINK):
-            text = f"{reasoning}{END_THINK}{text}"
-    if not reasoning:
-        text = text.removeprefix(f"{THINK}\n\n{END_THINK}\n\n")
-    if not cut:
-        text += renderer.end_of_turn
-    return renderer.encode(text)
-
-
-def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) -> str:
-    """The text of a reply if the template writes another head for it than it asks with. In a template that is
-    fit for use, the heads differ only in thinking or whitespace."""
-    visible_prompt = _visible_text(renderer, asked)
-    visible_reply = _visible_text(renderer, answered).removeprefix(visible_prompt)
-    if not visible_reply:
-        return ""
-    visible_places = [place for place, letter in enumerate(answered) if not letter.isspace()]
-    begin = visible_places[-len(visible_reply)]
-    return answered[begin:]
 
 
 def _judge(
@@ -144,35 +237,57 @@ def _judge(
     tail: Tail,
     whole: Sequence[int],
 ) -> tuple[Verdict, str]:
-    """The verdict on a path that differs from the ids of the template's rendering, and the reason."""
-    path_text = renderer.reply_text(path, special=True)
-    whole_text = renderer.reply_text(whole, special=True)
-    tail_text = renderer.reply_text(tail.ids, special=True)
+    """The verdict on a path that differs from the ids of the template's rendering, and the reason. Only
+    thinking, and the whitespace around it, may be what differs."""
+    path_text = renderer.decode(path)
+    whole_text = renderer.decode(whole)
+    tail_text = renderer.decode(tail.ids, inside=True)
     if not whole_text.endswith(tail_text):
         return "wrong", "the tail is not what the template writes after the reply"
-    if _visible_text(renderer, path_text) != _visible_text(renderer, whole_text):
+    if path_text == whole_text:
+        return "wrong", "the same text has other ids in the template's rendering"
+    if visible_text(renderer, path_text) != visible_text(renderer, whole_text):
         return "wrong", "the ids say something else than the template's rendering"
     if tail.kept_thinking:
         return "kept", f"{tail.kept_thinking} ids of thinking"
-    return "kept", "whitespace, or another spelling in ids"
+    if not _differ_in_thinking(renderer, path_text, whole_text):
+        return "wrong", "the template's rendering has other whitespace"
+    return "kept", "an empty thought, or whitespace around one"
 
 
-def _visible_text(renderer: Renderer, text: str) -> str:
-    """The text without thinking, without its marks and without whitespace."""
-    text = renderer.without_thinking(text)
-    for mark in (THINK, END_THINK):
-        text = text.replace(mark, "")
-    return text
+def _differ_in_thinking(renderer: Renderer, path_text: str, whole_text: str) -> bool:
+    """Whether one of the texts is the other one without some of its thinking."""
+    end_of_turn = renderer.end_of_turn
+    return equal_without_thinking(whole_text, path_text, end_of_turn) or equal_without_thinking(
+        path_text, whole_text, end_of_turn
+    )
 
 
-def report(findings: Sequence[Finding], parsers: tuple[str, str]) -> str:
-    """A table of the findings, and what their outcomes mean. `parsers` are the names of the tool-call parser
-    and of the reasoning parser."""
-    tool_call_parser, reasoning_parser = parsers
+def missing_tools(renderer: Renderer, parsers: Parsers) -> str:
+    """What the template lacks for conversations with tools, and what to do; "" if it lacks nothing."""
+    if not shows_tools(renderer):
+        return (
+            "The template shows no tools: the model does not learn of those that a request offers, and the"
+            " request is refused. Give a template with tools: --chat-template-path FILE (chatml-tools is"
+            " shipped, for models that speak ChatML)."
+        )
+    if not parsers.tool_calls:
+        return (
+            "No parser reads the calls that the template writes: requests with tools are refused. Name a"
+            " parser of SGLang's (--tool-call-parser NAME), or give another template (--chat-template-path"
+            " FILE)."
+        )
+    return ""
+
+
+def report(findings: Sequence[Finding], parsers: Parsers, missing: str = "") -> str:
+    """A table of the findings, and what their outcomes mean. `missing`: what the template lacks, which comes
+    first."""
     width = max(len(finding.pattern) for finding in findings)
-    lines = [
-        f"tool_call_parser: {tool_call_parser or 'none'}",
-        f"reasoning_parser: {reasoning_parser or 'none'}",
+    lines = [missing, ""] if missing else []
+    lines += [
+        f"tool_call_parser: {parsers.tool_calls or 'none'}",
+        f"reasoning_parser: {parsers.reasoning or 'none'}",
         "",
     ]
     meanings = set()

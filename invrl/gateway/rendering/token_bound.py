@@ -46,14 +46,12 @@ class TokenBound:
 
 def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
     """`tokenizer` is the content of tokenizer.json. None unless the tokenizer is byte-level BPE that has
-    every byte as a token, normalizes by NFC or not at all, and neither drops nor truncates what it splits."""
+    every byte as a token, normalizes by NFC or not at all, and drops nothing that it splits."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
         return None
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return None
-    if tokenizer.get("truncation") is not None:
         return None
     normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
     if any(step.get("type") != "NFC" for step in normalizers):

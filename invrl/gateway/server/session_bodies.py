@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from invrl.extra_columns import MAX_COLUMNS, ExtraNumbers
 from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT
 from invrl.reasons import FailureReason
 from invrl.section import Section
 from invrl.store.rows import SessionState
@@ -233,6 +234,8 @@ class SessionView(SessionTerms):
     ignored: Mapping[str, int]
     refused: list[str]
     """The last requests that were refused."""
+    control_tokens_as_text: int
+    """Texts of control tokens in the messages, which were rendered as text."""
     turns: list[TurnLine]
     forks: Mapping[str, int]
     auxiliary_roots: list[str]
@@ -267,6 +270,7 @@ class SessionView(SessionTerms):
             overridden=sorted(record.overridden),
             ignored=dict(record.ignored),  # FastAPI copies this object, which a Counter would not survive
             refused=list(record.refusals),
+            control_tokens_as_text=record.counts[CONTROL_TOKENS_AS_TEXT],
             turns=list(turns),
             forks=dict(forks),
             auxiliary_roots=list(auxiliary_roots),

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers, choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
@@ -55,11 +54,13 @@ def supervise(
         settings.vocab_size,
         chat_template=settings.chat_template_path,
         keep_thinking=settings.keep_thinking,
+        special_tokens_in_content=settings.special_tokens_in_content,
     )
+    renderer.preload()
     parsers = choose_parsers(
         settings.tool_call_parser,
         settings.reasoning_parser,
-        template=chat_template_source(settings.model_path, settings.chat_template_path),
+        renderer,
     )
     parsers.preload()
     connect(Path(settings.store_path)).close()  # creates the file before several workers open it at once

@@ -101,7 +101,11 @@ class Generation:
         self._sampler = sampler
         self._commit = commit
         self._parser = parser
-        self._text_stream = renderer.stream(proposal.request.stop, special=parser.special)
+        self._text_stream = renderer.stream(
+            proposal.request.stop,
+            special=parser.special,
+            inside=any(message.role == "text" for message in proposal.messages),
+        )
         self._pieces: list[Piece] = []
         self._num_joined = 0
         """The number of pieces at the beginning that are joined from others. Each is longer than the next.

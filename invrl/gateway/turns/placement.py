@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,6 +17,8 @@ from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.types import Change, ForkReason, Message, Node, Prompt, TurnRequest
 from invrl.types import Sampling
 
+CONTROL_TOKENS_AS_TEXT = "control_tokens_as_text"
+"""The count of control tokens in the new messages of a request, which were rendered as text."""
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
 
@@ -93,6 +96,7 @@ class Placer:
             tail = self._renderer.render_tail(recorded_prompt, match.depth, path_ids, room)
             if tail.fork is None:
                 counts = {f"matches/{match.level.name.lower()}": 1}
+                counts |= self._control_token_counts(match.new)
                 if tail.kept_thinking:
                     counts["thinking_kept"] = 1
                     counts["thinking_kept_tokens"] = tail.kept_thinking
@@ -111,7 +115,7 @@ class Placer:
         ids = self._renderer.render_first(prompt, room)
         if fork is ForkReason.NEW_CONVERSATION and conversation.has_root(ids):
             fork = None  # another sample of a first turn is no fork
-        counts: dict[str, int] = {}
+        counts = self._control_token_counts(prompt.messages)
         if fork is not None:
             counts["forked_tokens"] = len(ids)
         return Placement(
@@ -125,16 +129,20 @@ class Placer:
             counts=counts,
         )
 
+    def _control_token_counts(self, messages: Sequence[Message]) -> dict[str, int]:
+        count = self._renderer.num_control_tokens(messages)
+        return {CONTROL_TOKENS_AS_TEXT: count} if count else {}
+
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> Placement:
         """Places a prompt without a template: it continues the longest recorded text that it begins with."""
         forest = conversation.forest
-        node, covered = forest.match_text(text, self._renderer.decode)
+        node, covered = forest.match_text(text, partial(self._renderer.decode, inside=True))
         path_ids: list[int] = []
         if node is not None:
             path_ids = node.ids()
         new_text = text[covered:]
         if isinstance(new_text, str):
-            ids = self._renderer.encode(new_text, room, before=len(path_ids))
+            ids = self._renderer.render_text(new_text, room, path=path_ids)
             message = Message("text", new_text)
         elif len(text) > room.tokens:
             raise PromptTooLong(len(text), exact=True)

@@ -29,7 +29,7 @@ from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
 from invrl.gateway.turns.generation import Generation, Proposal, Recorded, Sampler
-from invrl.gateway.turns.placement import Placement, Placer
+from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT, Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recorded_answer import RecordedAnswer
 from invrl.gateway.turns.recovery import restore
@@ -300,6 +300,12 @@ class Turns:
     def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
         if placement.fork is not None:
             self.forks[placement.fork.value] += 1
+        if CONTROL_TOKENS_AS_TEXT in placement.counts and not self.counts[CONTROL_TOKENS_AS_TEXT]:
+            _log.info(
+                "a message of session %s has the text of a control token, which stays text"
+                " (--special-tokens-in-content control makes it the token; logged once)",
+                record.session.id,
+            )
         record.counts.update(placement.counts)
         for name, count in placement.counts.items():
             if name.startswith("matches/"):
