@@ -44,7 +44,7 @@ _WARM = ("aiohttp", "fastapi", "hypothesis", "httpx", "openai", "torch", "transf
 """Packages that most tests need. They are imported once: each run of pytest is forked from this process."""
 _UNUSED_PLUGINS = ("cacheprovider", "langsmith_plugin", "schemathesis")
 """Plugins of pytest that no test of the list needs, and whose imports take longer than most tests."""
-_FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _NO_TESTS = 5
 """pytest's exit code where the marks leave no test."""
 
@@ -120,6 +120,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str) -> str | None:
     """Runs tests in a copy of the tree up to the first that fails. Returns its node id; None if none does."""
     output = tree / "output.txt"
     arguments = ["-q", "-x", "-rfE", "--tb=no", f"--timeout={_TEST_TIMEOUT_S}"]
+    arguments.append("--hypothesis-profile=first failure")
     for plugin in _UNUSED_PLUGINS:
         arguments += ["-p", f"no:{plugin}"]
     process = os.fork()
@@ -129,7 +130,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str) -> str | None:
     if exit_code in (0, _NO_TESTS):
         return None
     if exit_code is None:
-        return f"the tests do not end within {_RUN_TIMEOUT_S} s"
+        return f"the tests did not end within {_RUN_TIMEOUT_S} s"
     failure = _FIRST_FAILURE.search(output.read_text(errors="replace"))
     if failure is None:
         return f"pytest ends with {exit_code}"
