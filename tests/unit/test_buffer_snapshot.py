@@ -185,6 +185,19 @@ def test_no_snapshot_while_a_batch_is_out() -> None:
         buffer.snapshot(WeightVersion(1))
 
 
+def test_a_snapshot_stays_as_it_is_while_the_buffer_goes_on() -> None:
+    buffer = make(staleness=1, batch=1)
+    lease_all(buffer)
+    complete(buffer, "g0")
+    snapshot = buffer.snapshot(WeightVersion(0))
+    before = msgspec.json.encode(snapshot)
+    buffer.record(summary("g1", 0))
+    batch = buffer.take()
+    assert batch is not None
+    buffer.trained(batch.batch_id)
+    assert msgspec.json.encode(snapshot) == before
+
+
 class TestLineage:
     """Three incarnations: the second goes on from the first's checkpoint, the third from the first's too."""
 
