@@ -66,6 +66,8 @@ class FakeEngine:
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
         self.abort_next = False
+        self.prompt_tokens_added = 0
+        """By which it miscounts the tokens of each prompt."""
         self.requests: list[dict] = []
         self.traceparents: list[str] = []
         """The header of each request."""
@@ -145,7 +147,7 @@ class FakeEngine:
                 "meta_info": {
                     "id": body["rid"],
                     "finish_reason": finish if count == len(reply) else None,
-                    "prompt_tokens": len(prompt),
+                    "prompt_tokens": len(prompt) + self.prompt_tokens_added,
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),

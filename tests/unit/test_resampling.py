@@ -84,6 +84,17 @@ async def test_equal_requests_are_samples_of_their_own(
     await eventually(lambda: all(turn.delivered for turn in gateway.turns(session)))
 
 
+async def test_a_retry_is_of_a_request_in_the_same_dialect(gateway: Running):
+    """Equal bytes are another request where the dialect is another one."""
+    [session] = await gateway.open()
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}'
+    for path, headers in (("/chat/completions", FIRST_TRY), ("/messages", RETRY)):
+        url = f"{session.base_url}{path}"
+        answer = await gateway.http.post(url, content=body, headers=headers)
+        assert answer.status_code == 200
+    assert len(gateway.turns(session)) == 2
+
+
 async def test_equal_requests_count_as_turns(gateway: Running):
     [session] = await gateway.open(limits={"max_turns": 3})
     statuses = [(await post(gateway, session)).status_code for _ in range(5)]
