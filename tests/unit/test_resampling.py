@@ -111,6 +111,18 @@ async def test_equal_requests_at_a_time_are_samples_of_their_own(gateway: Runnin
     assert len(gateway.turns(session)) == 6
 
 
+async def test_a_retry_of_one_of_two_requests_in_flight_is_a_sample_of_its_own(gateway: Running):
+    """Nobody knows which of the two it repeats."""
+    [session] = await gateway.open()
+    gather_requests(gateway, 3)
+    calls = [asyncio.create_task(post(gateway, session)) for _ in range(2)]
+    await eventually(lambda: len(gateway.engine.requests) == 2)
+    calls.append(asyncio.create_task(post(gateway, session, RETRY)))
+    await eventually(lambda: len(gateway.engine.requests) == 3)
+    answers = await asyncio.gather(*calls)
+    assert len({answer.content for answer in answers}) == 3
+
+
 async def test_samples_of_one_prompt_are_siblings(gateway: Running):
     """Best of three at the second turn; the agent goes on from the second of them."""
     [session] = await gateway.open()
