@@ -244,6 +244,7 @@ class TestLineage:
             ([("g0", RolloutState.TRAINED, 0), ("g0", RolloutState.TRAINED, 1)], "ended as trained"),
             ([("g0", RolloutState.DROPPED, None), ("g0", RolloutState.TAKEN, 0)], "ended as dropped"),
             ([("g0", RolloutState.TRAINED, 1)], "one is missing"),
+            ([("g0", RolloutState.TRAINED, 0), ("g1", RolloutState.TRAINED, 2)], "one is missing"),
             ([("g0", RolloutState.FINISHED, None)], "1 rollouts have not ended"),
         ],
     )
