@@ -492,7 +492,8 @@ async def test_a_dead_router_is_started_again_with_its_engines(fleet: Fleet, dea
 
 async def test_a_restarted_router_gets_no_engine_that_was_not_admitted(fleet: Fleet, deaths: Deaths) -> None:
     deaths.future(FakeRouter.made[0]).set_result("it hangs")
-    await eventually(lambda: len(FakeRouter.made) == 2)
+    await eventually(lambda: len(FakeRouter.made) == 2 and FakeRouter.made[1] in deaths.of)
+    assert FakeRouter.made[1].urls == set(), "it is watched, and no engine was admitted yet"
     await fleet.admit()
     assert len(FakeRouter.made[1].urls) == 3
 
