@@ -252,7 +252,6 @@ def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path
     assert divergence["cpu"] == divergence["cpu_by_layer"] > 0
 
 
-@pytest.mark.slow
 def test_the_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
     """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
     algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})
