@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from left_behind import LeftBehind
 from tiny_model import make_tiny_model
 
@@ -29,6 +29,12 @@ from invrl.errors import ConfigError
 from invrl.host.fork_parent import ForkParent
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "first failure",  # for `mutate.py`, which does not look for the smallest example that fails
+    settings.get_profile("any machine"),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile("any machine")  # a busy one must not fail what is right
 
 

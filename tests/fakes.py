@@ -68,6 +68,8 @@ class FakeEngine:
         self.abort_next = False
         self.spoil: Callable[[dict], object] = lambda event: event
         """Changes the event that ends an answer, or returns another one."""
+        self.prompt_tokens_added = 0
+        """By which it miscounts the tokens of each prompt."""
         self.requests: list[dict] = []
         self.traceparents: list[str] = []
         """The header of each request."""
@@ -147,7 +149,7 @@ class FakeEngine:
                 "meta_info": {
                     "id": body["rid"],
                     "finish_reason": finish if count == len(reply) else None,
-                    "prompt_tokens": len(prompt),
+                    "prompt_tokens": len(prompt) + self.prompt_tokens_added,
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from file_map import MAP, with_table
+from mutate import faults_of, read_mutations
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
@@ -339,6 +340,11 @@ def test_test_file_names_are_unique() -> None:
     faults = (place(path) for path in paths if names[path.name] > 1)
     rule = "pytest imports test files by their names alone: two of one name end the whole suite"
     check(rule, faults, "rename one of them")
+
+
+def test_every_error_of_the_mutations_can_be_planted() -> None:
+    rule = "The text of each mutation in tests/mutations.toml is once in its file"
+    check(rule, faults_of(read_mutations()), "give its error the words of the new code")
 
 
 def test_no_module_uses_a_star_import() -> None:

@@ -254,7 +254,6 @@ def test_reference_placed_by_layer_keeps_its_bfloat16_weights(pool: RankPool, tm
     assert divergence["cpu"] == divergence["cpu_by_layer"] > 0
 
 
-@pytest.mark.slow
 def test_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
     """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
     algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})

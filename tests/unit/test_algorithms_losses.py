@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from loss_rows import one_row, tokens_alone
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.kl import k3
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.presets import PRESETS
@@ -271,6 +272,15 @@ def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
     reverse = sum(q * math.log(q / p) for p, q in zip(old, current, strict=True))
     assert resolve(outputs.metrics)["approx_kl"] == pytest.approx(exact, rel=1e-5)
     assert abs(exact - reverse) > 0.05
+
+
+@pytest.mark.parametrize("gap", [1e-4, -1e-4, 0.01])
+def test_the_kl_of_policies_that_hardly_differ_keeps_its_digits(gap: float) -> None:
+    """Near 0 it is gap^2 / 2, of which exp(gap) - gap - 1 in float32 has no digit left."""
+    policy_N = torch.tensor([0.0])
+    other_N = torch.tensor([gap])
+    exact = math.expm1(other_N.item()) - other_N.item()
+    assert k3(policy_N, other_N).item() == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

@@ -11,7 +11,7 @@ from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function, nonzero_variance
-from invrl.buffer.ledger import Ledger, LedgerEntry
+from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
@@ -280,6 +280,18 @@ def test_group_with_one_stale_member_is_dropped_at_once() -> None:
     assert values(buffer)["rollouts_dropped/stale"] == 2  # the one in flight too
 
 
+def test_a_group_is_as_old_as_the_oldest_token_of_all_its_rollouts() -> None:
+    buffer = make(staleness=1, batch=1)
+    buffer.lease()
+    buffer.record(summary("g0", 0, oldest=0, newest=0))
+    buffer.advance(WeightVersion(1))
+    buffer.record(summary("g0", 1, oldest=1, newest=1))
+    assert values(buffer)["groups_ready"] == 1
+    buffer.advance(WeightVersion(2))
+    assert buffer.take() is None
+    assert values(buffer)["groups_dropped/stale"] == 1
+
+
 def test_older_groups_are_taken_first() -> None:
     buffer = make(staleness=3, batch=1)
     lease_all(buffer)
@@ -419,3 +431,20 @@ def test_ledger_records_only_allowed_state_transitions() -> None:
         ledger.move(group, 0, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
     assert ledger.counts[RolloutState.TRAINED] == 1
     assert ledger.counts[RolloutState.IN_FLIGHT] == 0
+
+
+def test_a_rollout_never_comes_back_to_a_state() -> None:
+    ledger, group = Ledger(), OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None])
+    path = [
+        RolloutState.IN_FLIGHT,
+        RolloutState.FINISHED,
+        RolloutState.GROUPED,
+        RolloutState.TAKEN,
+        RolloutState.TRAINED,
+    ]
+    facts = {RolloutState.TAKEN: EntryFacts(batch_id=0), RolloutState.TRAINED: EntryFacts(batch_id=0)}
+    for number, state in enumerate(path, start=1):
+        ledger.move(group, 0, state, **facts.get(state, EntryFacts()))
+        for earlier in path[:number]:
+            with pytest.raises(BufferStateError, match="cannot go from"):
+                ledger.move(group, 0, earlier, **facts.get(earlier, EntryFacts()))

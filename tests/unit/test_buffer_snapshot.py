@@ -187,6 +187,19 @@ def test_snapshot_is_refused_while_a_batch_is_not_trained() -> None:
         buffer.snapshot(WeightVersion(1))
 
 
+def test_a_snapshot_stays_as_it_is_while_the_buffer_goes_on() -> None:
+    buffer = make(staleness=1, batch=1)
+    lease_all(buffer)
+    complete(buffer, "g0")
+    snapshot = buffer.snapshot(WeightVersion(0))
+    before = msgspec.json.encode(snapshot)
+    buffer.record(summary("g1", 0))
+    batch = buffer.take()
+    assert batch is not None
+    buffer.trained(batch.batch_id)
+    assert msgspec.json.encode(snapshot) == before
+
+
 class TestLineage:
     """Three incarnations: the second goes on from the first's checkpoint, the third from the first's too."""
 
@@ -236,6 +249,7 @@ class TestLineage:
             ([("g0", RolloutState.TRAINED, 0), ("g0", RolloutState.TRAINED, 1)], "ended as trained"),
             ([("g0", RolloutState.DROPPED, None), ("g0", RolloutState.TAKEN, 0)], "ended as dropped"),
             ([("g0", RolloutState.TRAINED, 1)], "one is missing"),
+            ([("g0", RolloutState.TRAINED, 0), ("g1", RolloutState.TRAINED, 2)], "one is missing"),
             ([("g0", RolloutState.FINISHED, None)], "1 rollouts have not ended"),
         ],
     )

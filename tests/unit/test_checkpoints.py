@@ -20,6 +20,7 @@ from invrl.run.checkpoint import Checkpoint, first_checkpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.folder import make_run_folder
 from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
+from invrl.store.manifest import check_manifest
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 
@@ -73,6 +74,7 @@ def test_crash_at_any_call_of_the_commit_leaves_a_whole_checkpoint(
     assert latest is not None
     texts = {latest.buffer.read_text(), (latest.megatron / "weights").read_text()}
     assert texts in ({"two"}, {"old four"}, {"new four"})
+    check_manifest(latest.path)  # every file is what was written
 
 
 async def test_save_touches_the_disk_only_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

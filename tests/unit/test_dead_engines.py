@@ -510,7 +510,8 @@ async def test_dead_router_is_restarted_with_its_engines(fleet: Fleet, deaths: D
 
 async def test_restarted_router_gets_only_admitted_engines(fleet: Fleet, deaths: Deaths) -> None:
     deaths.future(FakeRouter.made[0]).set_result("it hangs")
-    await eventually(lambda: len(FakeRouter.made) == 2)
+    await eventually(lambda: len(FakeRouter.made) == 2 and FakeRouter.made[1] in deaths.of)
+    assert FakeRouter.made[1].urls == set(), "it is watched, and no engine was admitted yet"
     await fleet.admit()
     assert len(FakeRouter.made[1].urls) == 3
 

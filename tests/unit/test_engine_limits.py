@@ -7,7 +7,8 @@ import pytest
 
 from invrl.engines import engine_server
 from invrl.engines.config import EngineConfig
-from invrl.engines.sglang_client import EngineLimits
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.errors import SessionError
 
 
 @pytest.fixture
@@ -28,6 +29,17 @@ def test_each_rank_of_a_cpu_engine_has_a_core(model: Path, monkeypatch: pytest.M
         command = engine_server._command(several, model, 1)
         assert command[command.index("--tp-size") + 1] == "3"
         assert "--tp-size" not in engine_server._command(EngineConfig(), model, 1)
+
+
+@pytest.mark.parametrize(("token", "is_sent"), [(0, True), (511, True), (512, False), (-1, False)])
+async def test_an_id_outside_of_the_vocabulary_is_never_sent(token: int, is_sent: bool) -> None:
+    limits = EngineLimits(vocab_size=512, context_length=2048)
+    async with SglangClient("http://127.0.0.1:1", limits=limits) as client:
+        if is_sent:
+            client.validate([token], 1)
+        else:
+            with pytest.raises(SessionError, match="vocabulary"):
+                client.validate([token], 1)
 
 
 @pytest.mark.parametrize(("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)])

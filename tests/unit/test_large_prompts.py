@@ -17,12 +17,22 @@ from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.tokenizer import FastTokenizer
 from invrl.gateway.turns.forest import Forest, Match
-from invrl.gateway.turns.placement import Placer
+from invrl.gateway.turns.placement import ContextExceeded, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Message, Prompt, Tool
+from invrl.types import Sampling
 
 LARGE = "word " * 10_000
+
+
+def test_a_reply_ends_before_the_tokens_that_the_engine_keeps(renderer: Renderer):
+    placer = Placer(renderer, 100)
+    sampling = Sampling(temperature=1.0, max_new_tokens=64)
+    assert placer.limit_new_tokens(sampling, prompt_tokens=28).max_new_tokens == 64
+    assert placer.limit_new_tokens(sampling, prompt_tokens=80).max_new_tokens == 12
+    with pytest.raises(ContextExceeded):
+        placer.limit_new_tokens(sampling, prompt_tokens=92)
 
 
 @pytest.mark.parametrize("path", first_quick(["/chat/completions", "/completions"]))

@@ -132,6 +132,18 @@ async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
     await asyncio.gather(loop, watching)
 
 
+async def test_a_resumed_run_goes_on_with_the_step_after_its_checkpoint() -> None:
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+
+    observer = Notes()
+    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=None)
+    assert await run_loop(parts, done=2, num_steps=4) == 4
+    assert list(observer.rows) == [3, 4]
+    assert await run_loop(parts, done=4, num_steps=4) == 4
+    assert list(observer.rows) == [3, 4]
+
+
 class Clock:
     """Goes on only when it is told."""
 

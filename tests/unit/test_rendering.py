@@ -111,6 +111,20 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
 
+def test_a_history_that_the_template_shows_otherwise_is_not_continued(renderer: Renderer):
+    def shortens(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        last = max((position for position, m in enumerate(messages) if m.role == "user"), default=0)
+        shown = [
+            Message("user", "...") if m.role == "user" and position < last else m
+            for position, m in enumerate(messages)
+        ]
+        return chatml(shown, add_generation_prompt)
+
+    conversation = chat(ASK, Message("assistant", "4"), MORE)
+    tail = with_template(renderer, shortens).render_tail(conversation, 2, [9, END])
+    assert tail.fork is ForkReason.TEMPLATE_CHANGED
+
+
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12).map("".join))
 def test_positions_of_thoughts_equal_those_of_a_regular_expression(renderer: Renderer, text: str):
     thought = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
@@ -159,9 +173,13 @@ def test_messages_that_the_template_refuses_are_a_400(renderer: Renderer):
 
 
 def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer):
-    small = Renderer(renderer._template, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=3)
+    ids = renderer.render_first(chat(ASK))
+    with_vocabulary = partial(
+        Renderer, renderer._template, renderer._tokenizer, end_ids=frozenset({END}), keep_thinking=False
+    )
+    assert with_vocabulary(vocab_size=max(ids) + 1).render_first(chat(ASK)) == ids
     with pytest.raises(SessionError, match="vocabulary"):
-        small.render_first(chat(ASK))
+        with_vocabulary(vocab_size=max(ids)).render_first(chat(ASK))
 
 
 @settings(max_examples=200, deadline=None)

@@ -76,6 +76,17 @@ async def test_equal_requests_are_sampled_independently(
     await eventually(lambda: all(turn.delivered for turn in gateway.turns(session)))
 
 
+async def test_a_retry_is_of_a_request_in_the_same_dialect(gateway: Running):
+    """Equal bytes are another request where the dialect is another one."""
+    [session] = await gateway.open()
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}'
+    for path, headers in (("/chat/completions", FIRST_TRY), ("/messages", RETRY)):
+        url = f"{session.base_url}{path}"
+        answer = await gateway.http.post(url, content=body, headers=headers)
+        assert answer.status_code == 200
+    assert len(gateway.turns(session)) == 2
+
+
 async def test_equal_requests_count_as_turns(gateway: Running):
     [session] = await gateway.open(limits={"max_turns": 3})
     statuses = [(await post(gateway, session)).status_code for _ in range(5)]
@@ -90,6 +101,18 @@ async def test_concurrent_equal_requests_are_sampled_independently(gateway: Runn
     answers = await asyncio.gather(*(post(gateway, session, headers) for _ in range(6)))
     assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 6
     assert len(gateway.turns(session)) == 6
+
+
+async def test_a_retry_of_one_of_two_requests_in_flight_is_a_sample_of_its_own(gateway: Running):
+    """Nobody knows which of the two it repeats."""
+    [session] = await gateway.open()
+    gather_requests(gateway, 3)
+    calls = [asyncio.create_task(post(gateway, session)) for _ in range(2)]
+    await eventually(lambda: len(gateway.engine.requests) == 2)
+    calls.append(asyncio.create_task(post(gateway, session, RETRY)))
+    await eventually(lambda: len(gateway.engine.requests) == 3)
+    answers = await asyncio.gather(*calls)
+    assert len({answer.content for answer in answers}) == 3
 
 
 async def test_samples_of_one_prompt_are_siblings(gateway: Running):

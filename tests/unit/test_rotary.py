@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from invrl.errors import ConfigError
 from invrl.train.families.rope import attention_factor, read_rope
-from invrl.train.rotary import RotaryPositions, frequencies
+from invrl.train.rotary import RotaryPositions, frequencies, turned
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,6 +62,16 @@ def test_rotary_angles_are_positions_times_frequencies() -> None:
     angles = torch.tensor([3.0, 0.3, 3.0, 0.3])
     assert torch.allclose(turns.cos[1, 0, 0], 2 * angles.cos())
     assert torch.allclose(turns.sin[1, 0, 0], 2 * angles.sin())
+
+
+def test_vectors_are_turned_as_complex_numbers_are() -> None:
+    """A dimension and the one half of the turned ones away are the two parts; the last ones stay."""
+    angle = torch.tensor([0.3, 2.0])
+    vectors = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
+    angles = torch.cat((angle, angle)).view(1, 1, 1, 4)
+    found = turned(vectors, angles.cos(), angles.sin()).flatten()
+    expected = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])) * torch.exp(1j * angle)
+    assert torch.allclose(found, torch.cat((expected.real, expected.imag, torch.tensor([5.0]))))
 
 
 def test_both_formats_of_config_json_give_the_same_rope() -> None:

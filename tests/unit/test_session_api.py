@@ -536,6 +536,17 @@ async def test_setting_decides_whether_auxiliary_roots_are_trained(
         assert [row.turn_ids for row in rows] == ([(title,)] if train else []) + [tuple(main)]
 
 
+async def test_a_session_of_an_evaluation_is_not_handed_over(tmp_path: Path, model: Path, renderer: Renderer):
+    async with running(tmp_path, model, renderer) as gateway:
+        [evaluated] = await gateway.open(purpose="eval")
+        [trained] = await gateway.open()
+        for session in (evaluated, trained):
+            await chat(gateway, session)
+            await gateway.finish(session)
+        handed_over = [outcome.session_id for _, outcome in gateway.store.outbox_after(0)]
+        assert handed_over == [trained.id]
+
+
 # ------------------------------------------------------------------ leases
 
 

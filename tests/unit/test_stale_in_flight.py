@@ -4,7 +4,9 @@ member of it has finished."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,6 +173,15 @@ async def test_running_rollouts_are_not_dropped_if_only_main_conversations_train
         assert actor._buffer.unwanted() == ()
         await gateway.finish(talking)
         assert await actor.unwanted() == (DroppedGroup(group_id="g0", reason=DropReason.STALE),)
+
+
+async def test_a_turn_that_reached_nobody_makes_no_rollout_old(gateway: Running, tmp_path: Path) -> None:
+    [session] = await gateway.open()
+    await say(gateway, session)
+    await eventually(lambda: gateway.store.sampled_so_far(["g"]) == [sampled(0, 0, group="g")])
+    with contextlib.closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as db:
+        db.execute("UPDATE turns SET delivered=0")
+    assert gateway.store.sampled_so_far(["g"]) == []
 
 
 async def test_store_reports_the_versions_that_the_summary_will_have(

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from invrl.errors import LayoutError
+from invrl.errors import LayoutError, WeightSyncError
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import checksum
 
 SPECS = (
@@ -53,6 +54,17 @@ def test_previous_version_stays_whole_and_a_repeated_version_keeps_its_slot() ->
     third = writer.stage(WeightVersion(3), tensors(4).items())
     assert third.handle == first.handle
     assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
+
+
+def test_one_slot_is_written_while_the_other_is_read() -> None:
+    staged = ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items())
+    arena = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    with (
+        SlotLease(arena.path, arena.slot, writes=False),
+        SlotLease(arena.path, 1 - arena.slot, writes=True),
+        pytest.raises(WeightSyncError, match="still reads slot"),
+    ):
+        SlotLease(arena.path, arena.slot, writes=True)
 
 
 def test_other_process_can_read_the_arena_and_not_write() -> None:

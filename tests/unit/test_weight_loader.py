@@ -255,6 +255,17 @@ def test_tensors_fused_by_sglang_in_one_call_are_in_one_bucket() -> None:
     assert buckets._bucket_names() == [names[:2], names[2:]]
 
 
+def test_buckets_of_the_version_before_are_kept_to_go_back_to() -> None:
+    buckets = BucketSender(SPECS)
+    flat = torch.zeros(1)
+    buckets._buckets = {WeightVersion(1): [flat], WeightVersion(2): [flat]}
+    buckets._keep_newest_besides(WeightVersion(2))
+    assert list(buckets._buckets) == [1], "version 2 is staged again"
+    buckets._buckets[WeightVersion(2)] = [flat]
+    buckets._keep_newest_besides(WeightVersion(3))
+    assert list(buckets._buckets) == [2]
+
+
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_missing_tensor_is_refused_by_the_loader(name: str) -> None:
     with pytest.raises(LayoutError, match=name.replace(".", r"\.")):
