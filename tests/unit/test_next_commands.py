@@ -15,8 +15,9 @@ from invrl.cli.flags import parse_flags
 from invrl.cli.next_commands import describe_next
 from invrl.reasons import FailureReason
 from invrl.run import supervisor
-from invrl.run.config import Config, Source, load_resolved, resolve
+from invrl.run.config import Config, Source, resolve
 from invrl.run.folder import make_run_folder
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 from invrl.types import Purpose
 
