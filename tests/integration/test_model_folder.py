@@ -51,7 +51,7 @@ def test_rendered_text_and_ids_equal_those_of_transformers(tiny_model: Path, tmp
     )
 
 
-def test_the_gateway_process_needs_no_torch():
+def test_gateway_process_needs_neither_torch_nor_transformers(tmp_path: Path):
     import subprocess
     import sys
 

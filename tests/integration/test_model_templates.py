@@ -101,8 +101,7 @@ def test_conversation_continues_exactly_past_midnight(monkeypatch: pytest.Monkey
     made = load_renderer(str(model_folder("llama3.2")), 2**31)
     today = made.text(prompt)
     assert "31 Dec 2023" in today
-    for module in ("invrl.gateway.rendering.chat_template", "transformers.utils.chat_template_utils"):
-        monkeypatch.setattr(f"{module}.datetime", on_the_last_day_of(2099))
+    monkeypatch.setattr("invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2099))
     assert made.text(prompt) == today
     path = [*made.render_first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
     assert [*path, *made.render_tail(prompt, 2, path).ids] == made.render_first(prompt)

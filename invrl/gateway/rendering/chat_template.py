@@ -1,6 +1,7 @@
 """The chat template of a model: where its Jinja text comes from, and how messages are passed to it.
 
-It is rendered by transformers' own template function, so that prompts are what the model was trained on."""
+It is rendered as transformers does (`template_language.py`), so that prompts are what the model was trained
+on."""
 
 import contextlib
 import json
@@ -141,23 +142,21 @@ class JinjaTemplate(Template):
             self._find_call_form(sources.tool_use, _PROBE_WITH_TOOLS)
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
-        text, _ = self._render(prompt, add_generation_prompt=add_generation_prompt, with_marks=False)
+        text, _ = self._render(prompt, add_generation_prompt=add_generation_prompt)
         return text
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
         """By `{% generation %}` blocks, if the template has any."""
         if not _GENERATION_BLOCK.search(self._source(prompt)):
             return None
-        _, marks = self._render(prompt, add_generation_prompt=False, with_marks=True)
+        _, marks = self._render(prompt, add_generation_prompt=False)
         if not marks:
             return None
         return marks[-1]
 
-    def _render(
-        self, prompt: Prompt, *, add_generation_prompt: bool, with_marks: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and beginning and end of each `{% generation %}` block in it if they are asked for."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _render(self, prompt: Prompt, *, add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and beginning and end of each `{% generation %}` block in it."""
+        from invrl.gateway.rendering.template_language import render_template
 
         variables: dict[str, Any] = dict(self._special_tokens)
         variables["add_generation_prompt"] = add_generation_prompt
@@ -171,17 +170,10 @@ class JinjaTemplate(Template):
             fields = _template_message(message, self._call_forms[source])
             messages.append(self._marked_message(fields))
         tools = [self._content_marks.mark(_template_tool(tool)) for tool in prompt.tools]
-        rendered, marks = render_jinja_template(
-            conversations=[messages],
-            tools=tools or None,
-            chat_template=source,
-            return_assistant_tokens_mask=with_marks,
-            **variables,
-        )
-        if not with_marks:
-            return rendered[0], []
-        # transformers declares the rendered text's type for these too.
-        return rendered[0], [(int(begin), int(end)) for begin, end in marks[0]]
+        variables["messages"] = messages
+        variables["tools"] = tools or None
+        variables["documents"] = None
+        return render_template(source, variables)
 
     def _marked_message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         is_reply = fields["role"] == "assistant"
