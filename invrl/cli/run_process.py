@@ -13,7 +13,7 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
 from invrl.cli.headline import headline
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
-from invrl.host import interrupts, lifeline
+from invrl.host import fork_parent, interrupts, lifeline
 from invrl.host.lifeline import NoteKind
 from invrl.host.log_lines import write_log_lines
 from invrl.host.printable import printable
@@ -53,6 +53,7 @@ def log_to_folder(folder: RunFolder, config: Config, *, process: str = "driver")
 def driver_of(folder: RunFolder) -> Iterator[Config]:
     """Around the work of a driver, in a folder that its supervisor holds. Yields the run's configuration."""
     lifeline.hold()
+    fork_parent.hold()
     config = load_resolved(folder.config_path)
     log_to_folder(folder, config)
     with failure_reported(folder):

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from invrl.host.forked_process import ForkedProcess
-from invrl.host.process import ServerProcess
+from invrl.host.process import ServerProcess, log_tail
 
-_OWN_DESCRIPTORS = 3
-"""That go with each request: the socket of its reports, the lifeline, and the log."""
+_VARIABLE = "INVRL_FORK_PARENT"
 _MOST_DESCRIPTORS = 200
 """That a message may carry: Linux has a limit of 253."""
 
@@ -49,27 +48,49 @@ class _Start:
     """The numbers under which it inherits open files."""
 
 
+_held: dict[str, int] = {}
+"""By module: the socket to a process that imports it already, which the supervisor has started for us."""
+
+
+def hold() -> None:
+    """In a driver: take over the socket that its supervisor has left it, so that no child of ours does."""
+    value = os.environ.pop(_VARIABLE, "")
+    if value:
+        module, _, descriptor = value.partition("=")
+        _held[module] = int(descriptor)
+        os.set_inheritable(_held[module], False)
+
+
+class EarlyParent:
+    """A process that begins to import while the driver that will use it is still starting."""
+
+    def __init__(self, module: str, *, log: Path) -> None:
+        self._process, self._requests = _start(module, log, {})
+        self.descriptor = self._requests.fileno()
+        """The driver inherits it, and the `environment`."""
+        self.environment = {_VARIABLE: f"{module}={self.descriptor}"}
+
+    def opened_in_child(self) -> None:
+        """The driver has its copy of the descriptor now, and the process ends with that."""
+        self._requests.close()
+
+
 class ForkParent:
     """Start it from a thread that lives as long as processes are to be forked."""
 
     def __init__(self, module: str, *, log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Starts the process. `module`: an import path. `env`: variables that its imports depend on."""
+        """Takes the process that the supervisor has started, or starts it. `module`: an import path. `env`:
+        variables that its imports depend on."""
         self._module = module
         self._log = log
         self._env = env or {}
-        self._process, self._requests = self._start()
-
-    def _start(self) -> tuple[ServerProcess, socket.socket]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", __name__, self._module, str(theirs.fileno())]
-            name = f"the process that forks {self._module}"
-            process = ServerProcess(name, command, log=self._log, env=self._env, keep=[theirs.fileno()])
-        return process, ours
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._process: ServerProcess | None = None
+        """None for the supervisor's."""
+        descriptor = _held.pop(module, None)
+        if descriptor is None:
+            self._process, self._requests = _start(module, log, self._env)
+        else:
+            self._requests = socket.socket(fileno=descriptor)
 
     def fork(
         self,
@@ -81,9 +102,9 @@ class ForkParent:
     ) -> ForkedProcess:
         """Returns at once. `name`: for errors. `log`: an open file for the output; `keep`: open files that
         the process inherits under the same numbers. It gets copies of all of them."""
-        if not self._process.alive():
+        if _has_hung_up(self._requests):
             self.stop()
-            self._process, self._requests = self._start()
+            self._process, self._requests = _start(self._module, self._log, self._env)
         start = _Start(arguments, environment, os.getcwd(), keep)
         reports, theirs = socket.socketpair()
         lifeline, ours = os.pipe()
@@ -97,12 +118,32 @@ class ForkParent:
         return ForkedProcess(name, reports, ours, self._last_words)
 
     def _last_words(self) -> str:
-        return f"{self._process.name} ended. Last lines of {self._log}:\n{self._process.log_tail()}"
+        return f"{_name(self._module)} ended. Last lines of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
-        """Ends the process and what it has forked. Idempotent."""
+        """Ends the process and what it has forked. The supervisor's process ends by itself. Idempotent."""
         self._requests.close()
-        self._process.stop()
+        if self._process is not None:
+            self._process.stop()
+
+
+def _start(module: str, log: Path, env: Mapping[str, str]) -> tuple[ServerProcess, socket.socket]:
+    """The process, and the socket by which it is asked."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", __name__, module, str(theirs.fileno())]
+        process = ServerProcess(_name(module), command, log=log, env=env, keep=[theirs.fileno()])
+    return process, ours
+
+
+def _name(module: str) -> str:
+    return f"the process that forks {module}"
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    hang_up = select.poll()
+    hang_up.register(connection, select.POLLRDHUP)
+    return bool(hang_up.poll(0))
 
 
 # ------------------------------------------------------------------ the process itself

@@ -75,6 +75,15 @@ def state_of(process: psutil.Process) -> str:
     return state
 
 
+def log_tail(path: Path, lines: int = 25) -> str:
+    """The last lines of a log."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(max(0, size - _LOG_TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(text.splitlines()[-lines:])
+
+
 class RestartLimit:
     """How often something that died is started again: at most `most` times in any `period_s` seconds."""
 
@@ -163,11 +172,7 @@ class ServerProcess:
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of the log: what a person reads first when a server fails."""
-        with self.log.open("rb") as file:
-            size = self.log.stat().st_size
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return log_tail(self.log, lines)
 
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""

@@ -20,15 +20,24 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from invrl.engines.engine_server import ENGINE_MODULE, count_gpus
 from invrl.host.descendants import adopt_orphans, collect_ended_children, die_with_parent, end_descendants
 from invrl.host.disk import full_disk
 from invrl.host.environment_keys import held_keys
+from invrl.host.fork_parent import EarlyParent
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
 from invrl.host.ray_setup import remove_ray_folder
 from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.traces import traces_endpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
-from invrl.run.driver_commands import FAILURE_EXIT, INCARNATION_COMMAND, INTERRUPT_EXIT, USAGE_EXIT
+from invrl.run.driver_commands import (
+    EVALUATION_COMMAND,
+    FAILURE_EXIT,
+    INCARNATION_COMMAND,
+    INTERRUPT_EXIT,
+    USAGE_EXIT,
+)
 from invrl.store.run_folder import RunFolder
 
 _INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -85,14 +94,28 @@ class IncarnationEnd:
 def supervise(config: Config, folder: RunFolder) -> int:
     """`invrl train` on a folder that this process has made, checked and holds; its exit code."""
     command = _driver_command(INCARNATION_COMMAND, folder)
-    return Supervisor(config, folder, command, max_restarts=config.run.max_restarts).run()
+    supervisor = Supervisor(
+        config,
+        folder,
+        command,
+        max_restarts=config.run.max_restarts,
+        forks_engines=_forks_engines(config),
+    )
+    return supervisor.run()
+
+
+def _forks_engines(config: Config) -> bool:
+    """Whether the driver will have engines forked (`engines/fleet.py`)."""
+    traces = traces_endpoint(config.run.otel_endpoint)
+    return config.engine.num_engines > 0 and not (config.trains_alone or count_gpus() or traces)
 
 
 def supervise_once(config: Config, folder: RunFolder, inner: str, *arguments: str) -> int:
     """The same for a command that is never restarted. `inner`: the driver's command, which takes the folder
     and the `arguments`."""
     command = _driver_command(inner, folder, *arguments)
-    return Supervisor(config, folder, command, max_restarts=0).run()
+    forks_engines = inner == EVALUATION_COMMAND and _forks_engines(config)
+    return Supervisor(config, folder, command, max_restarts=0, forks_engines=forks_engines).run()
 
 
 def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]:
@@ -100,16 +123,24 @@ def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]
 
 
 class Supervisor:
-    """Of one run. `command` is the driver's."""
+    """Of one run. `command` is the driver's. `forks_engines`: each driver finds a process that imports SGLang
+    meanwhile."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, command: Sequence[str], *, max_restarts: int
+        self,
+        config: Config,
+        folder: RunFolder,
+        command: Sequence[str],
+        *,
+        max_restarts: int,
+        forks_engines: bool = False,
     ) -> None:
         self._folder = folder
         self._max_restarts = max_restarts
         self._heartbeat_timeout_s = config.run.heartbeat_timeout_s
         self._checkpoints = Checkpoints(folder.checkpoints_path)
         self._command = list(command)
+        self._forks_engines = forks_engines
         self._interrupted = False
         self._stray_signals: list[int] = []
         """Signals that the kernel gave to another thread of this process, to be passed on."""
@@ -205,7 +236,10 @@ class Supervisor:
     def _run_incarnation(self) -> IncarnationEnd:
         """Starts a driver, waits for its end, and ends every process that it left behind."""
         listener = Listener()
-        driver = _start_driver(self._command, listener)
+        parent = None
+        if self._forks_engines:  # imports SGLang while the driver starts
+            parent = EarlyParent(ENGINE_MODULE, log=self._folder.path / "logs" / "engine-parent.log")
+        driver = _start_driver(self._command, listener, parent)
         try:
             end = self._watch_driver(driver, listener)
         finally:
@@ -310,8 +344,16 @@ class _DriverHealth:
         return self.silent_s > timeout_s
 
 
-def _start_driver(command: Sequence[str], listener: Listener) -> subprocess.Popen[bytes]:
-    """Starts a driver that dies with this process and sends its notes to `listener`."""
+def _start_driver(
+    command: Sequence[str], listener: Listener, parent: EarlyParent | None
+) -> subprocess.Popen[bytes]:
+    """Starts a driver that dies with this process and sends its notes to `listener`. `parent`: for its
+    engines."""
+    descriptors = [listener.writer]
+    variables = {**os.environ, **held_keys(), **environment(listener.writer)}
+    if parent is not None:
+        descriptors.append(parent.descriptor)
+        variables.update(parent.environment)
     supervisor_pid = os.getpid()
 
     def prepare_child() -> None:
@@ -322,11 +364,13 @@ def _start_driver(command: Sequence[str], listener: Listener) -> subprocess.Pope
 
     driver = subprocess.Popen(
         command,
-        env={**os.environ, **held_keys(), **environment(listener.writer)},
-        pass_fds=[listener.writer],
+        env=variables,
+        pass_fds=descriptors,
         preexec_fn=prepare_child,
     )
     listener.opened_in_child()
+    if parent is not None:
+        parent.opened_in_child()
     return driver
 
 

@@ -33,7 +33,7 @@ parent = ForkParent(ENGINE_MODULE, log=folder / "engine-parent.log")
 config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
 server = EngineServer("engine-h", config, model_path=model, run_folder=folder, parent=parent)
 server.wait_ready()
-print(parent.pid, *[process.pid for process in server.processes()], flush=True)
+print(parent._process.pid, *[process.pid for process in server.processes()], flush=True)
 time.sleep(3600)
 """
 
@@ -67,7 +67,7 @@ def test_engine_given_up_while_its_parent_imports_never_starts(
         assert str(tiny_model) in processes[0].cmdline()
         assert not any(server.api_key in word for word in processes[0].cmdline())
 
-        dead_parent = psutil.Process(parent.pid)
+        dead_parent = psutil.Process(parent._process.pid)
         dead_parent.kill()
         until_ended([dead_parent])
         successor = EngineServer(
