@@ -86,10 +86,10 @@ def driver_imaged(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -
 
     write_text = Path.write_text
 
-    def write_text_in_two(path: Path, text: str, *rest: Any) -> int:
-        write_text(path, text[: len(text) // 2])
+    def write_text_in_two(path: Path, text: str, *rest: Any, **options: Any) -> int:
+        write_text(path, text[: len(text) // 2], *rest, **options)
         take_image(folder, images, f"half-{path.name}")
-        return write_text(path, text, *rest)
+        return write_text(path, text, *rest, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", before(Path.rename, "rename"))
