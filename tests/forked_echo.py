@@ -1,0 +1,34 @@
+"""A server for tests of `invrl.host.fork_parent`: it says what it was started with, then does what it is told
+by its first argument, and waits for the end of its standard output's file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+IMPORTED_IN = os.getpid()
+
+
+def prepare() -> None:
+    os.environ["PREPARED"] = "by the module"
+
+
+def main(arguments: Sequence[str]) -> None:
+    what, *descriptors = arguments
+    for descriptor in descriptors:
+        os.write(int(descriptor), b"written by the fork")
+        os.close(int(descriptor))
+    facts = {
+        "imported here": os.getpid() == IMPORTED_IN,
+        "folder": os.getcwd(),
+        "GIVEN": os.environ.get("GIVEN"),
+        "PREPARED": os.environ.get("PREPARED"),
+        "group": os.getpgid(0) == os.getpid(),
+    }
+    print(facts, flush=True)
+    if what == "fail":
+        sys.exit(3)
+    if what == "sleep":
+        time.sleep(3600)
