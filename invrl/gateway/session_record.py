@@ -61,7 +61,10 @@ class SessionRecord(StoredSession):
         return cls(**field_values(stored), frozen=stored.state != "open")
 
     def note_refusal(self, error: SessionError) -> None:
-        """Keeps what the client was told, which an agent may swallow."""
+        """Keeps what the client was told, which an agent may swallow. What is refused after the session's end
+        is not kept: the end says it."""
+        if self.frozen:
+            return
         message = " ".join(error.message.split())[:_REFUSAL_CHARACTERS]
         text = f"{error.status} {error.code}: {message}"
         if text in self.refusals:

@@ -60,7 +60,7 @@ async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
     rollout = module["rollout"]
     assert callable(rollout)
     opened = await stack.open()
-    session = SimpleNamespace(base_url=opened["base_url"], key=opened["key"])
+    session = SimpleNamespace(id=opened["id"], base_url=opened["base_url"], key=opened["key"])
     endpoint = SessionEndpoint(
         cast(Session, session), model=MODEL_NAME, timeout_s=60.0, pool=ConnectionPool()
     )
@@ -77,5 +77,6 @@ async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
         assert verdict.continued == 1, "the second turn continues the first one's exact tokens"
 
 
-def test_documentation_page_shows_both_agents() -> None:
-    assert len(agents_of(YOUR_AGENT)) == 2
+def test_documentation_page_shows_all_agents() -> None:
+    """One turn, a loop with tools, and a planner with a sub-agent."""
+    assert len(agents_of(YOUR_AGENT)) == 3

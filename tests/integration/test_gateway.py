@@ -220,8 +220,9 @@ def test_synchronous_openai_client_works_and_a_wrong_key_is_refused(
         headers = {"authorization": f"Bearer {ENV_KEY}"}
         return httpx.post(gateway.url + path, json=body, headers=headers, timeout=120)
 
-    opened = post("/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}).json()
-    key = opened["sessions"][0]["key"]
+    members = [{"index": 0}]
+    terms = {"task_id": "t", "group_id": "g", "members": members, "purpose": "serve"}
+    key = post("/sessions", terms).json()["sessions"][0]["key"]
     with openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         answer = client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=4)

@@ -68,7 +68,7 @@ prepare_ray()
 import psutil
 import ray
 from invrl.run.ray_session import start_ray
-from invrl.run.config import load_resolved
+from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 @ray.remote(num_cpus=0)

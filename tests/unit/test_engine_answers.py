@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from invrl.engines.answer_check import AnswerCheck
 from invrl.engines.sglang_answers import decode_event, events_of
 from invrl.engines.sglang_client import GenerateRequest, _GenerationReader
 from invrl.errors import ServerError
@@ -28,26 +29,30 @@ class Pieces:
 
 
 def event(version: str, finish: str | None = None, rid: str = "turn-1") -> bytes:
-    """One token, sampled under the weights of this label."""
+    """One token, sampled under the weights of this label: the first, or the second one at the end."""
+    num_tokens = 1 if finish is None else 2
     meta: dict[str, Any] = {"id": rid, "prompt_tokens": 1, "weight_version": version}
+    meta["completion_tokens"] = num_tokens
     meta["output_token_logprobs"] = [[-0.5, 7, None]]
     if finish is not None:
         meta["finish_reason"] = {"type": finish}
-    return json.dumps({"meta_info": meta}).encode()
+    return json.dumps({"meta_info": meta, "output_ids": [7]}).encode()
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 async def test_events_are_read_in_whatever_pieces_they_arrive(size: int) -> None:
     body = b"".join(b"data: " + event(version) + b"\n\n" for version in "123") + b"data: [DONE]\n\n"
-    events = [found async for found in events_of(Pieces(body, size))]  # type: ignore[arg-type]
+    events = [decode_event(found) async for found in events_of(Pieces(body, size))]  # type: ignore[arg-type]
     assert [found.meta_info.weight_version for found in events if found.meta_info] == ["1", "2", "3"]
 
 
 def reader() -> _GenerationReader:
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
-    return _GenerationReader(
-        GenerateRequest(rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling), None
+    request = GenerateRequest(rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling)
+    check = AnswerCheck(
+        rid=request.rid, vocab_size=100, max_new_tokens=8, top_logprobs=0, newest_version=None
     )
+    return _GenerationReader(request, None, check)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort"])

@@ -189,10 +189,9 @@ async def test_repeated_session_opening_returns_the_same_sessions_after_a_restar
         assert (await ask(gateway, after[0], [ASK])).id
 
 
-def test_gateway_restarts_per_minute_are_limited(monkeypatch: pytest.MonkeyPatch):
+def test_gateway_restarts_per_minute_are_limited():
     now = 0.0
-    monkeypatch.setattr("invrl.host.process.time.monotonic", lambda: now)
-    limit = RestartLimit(2)
+    limit = RestartLimit(2, clock=lambda: now)
     assert [limit.allows() for _ in range(3)] == [True, True, False]
     now = 61.0
     assert limit.allows()

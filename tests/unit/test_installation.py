@@ -46,7 +46,7 @@ def test_path_of_a_preset_outside_of_a_checkout_suggests_its_name(
     assert cli.main(["show-config", "--config", "launch/configs/quickstart.toml"]) == 2
     assert "--config quickstart" in capsys.readouterr().err
     assert cli.main(["show-config", "--config", "no_such.toml"]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "there is neither such" in capsys.readouterr().err
 
 
 def test_missing_package_is_reported_before_the_template_that_needs_it(

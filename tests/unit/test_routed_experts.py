@@ -18,6 +18,7 @@ from invrl.buffer.training_samples import build_batch
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
+from invrl.store.row_checksums import experts_item
 from invrl.types import Group, RolloutSummary, Session, TakenBatch, TrainSample, VersionSpan, WeightVersion
 
 SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
@@ -178,6 +179,7 @@ async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
         [first, second, *_] = gateway.turns(session)
         gateway.store._db.execute("PRAGMA query_only=0")
         gateway.store._db.execute("DELETE FROM routed_experts WHERE turn_id=?", (second.id,))
+        gateway.store._db.execute("DELETE FROM checksums WHERE item=?", (experts_item(second.id),))
         [without, _] = rows(gateway, summary)
     known: list[RoutedExperts | None] = [sample.experts_TLK, without.experts_TLK]
     assert known[0] is not None
