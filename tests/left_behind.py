@@ -1,4 +1,5 @@
-"""What a session of tests left on the machine, said at its end: temporary files, processes, shared memory.
+"""What a session of tests left on the machine, said at its end: temporary files and processes. (Torch removes
+its shared memory with the process.)
 
 A session has a TMPDIR of its own, so that nothing of other programs is taken for its own.
 """
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -21,8 +23,13 @@ from invrl.host.process import still_running
 
 _GRACE_S = 30.0
 """For processes that end by themselves once their parent has, such as guardians, which also remove files."""
-_WITH_US = re.compile(rf"invrl\.host\.guardian {os.getpid()} |multiprocessing.resource_tracker")
+_WITH_US = re.compile(
+    rf"invrl\.host\.guardian {os.getpid()} |multiprocessing\.(resource_tracker|forkserver)"
+    rf"|torch_shm_manager|wandb-core .*--pid {os.getpid()}"
+)
 """Processes that end right after this one."""
+_FILES_WITH_US = re.compile(r"pymp-.*|torch-shm-dir-.*|torchinductor_.*|wandb-.*|tmp\w+wandb-\w+")
+"""Folders that libraries have for as long as this process lives."""
 
 
 class LeftBehind:
@@ -38,10 +45,18 @@ class LeftBehind:
         kernels = shared / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.found: list[str] = []
+        after_the_folders_of_multiprocessing = -200
+        Finalize(
+            None,
+            shutil.rmtree,
+            args=(self.folder,),
+            kwargs={"ignore_errors": True},
+            exitpriority=after_the_folders_of_multiprocessing,
+        )
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        self.found = [*self._processes(), *self._files(), *_shared_memory()]
+        self.found = [*self._processes(), *self._files()]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.found:
@@ -49,12 +64,10 @@ class LeftBehind:
             for line in self.found:
                 terminalreporter.line(line)
 
-    def pytest_unconfigure(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def _files(self) -> Iterator[str]:
         for path in sorted(self.folder.iterdir()):
-            yield f"in TMPDIR: {path.name}"
+            if not _FILES_WITH_US.fullmatch(path.name):
+                yield f"in TMPDIR: {path.name}"
 
     def _processes(self) -> Iterator[str]:
         """Those that have our TMPDIR in their environment, or one within it."""
@@ -72,11 +85,3 @@ class LeftBehind:
 
 def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
-
-
-def _shared_memory() -> Iterator[str]:
-    """Torch writes its creator's process id into a name. Names without one may be other programs'."""
-    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
-    for path in sorted(Path("/dev/shm").glob("*")):
-        if own.search(path.name):
-            yield f"in shared memory: {path}"

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -56,6 +57,10 @@ def halves(seconds_by_part: Mapping[str, float]) -> tuple[list[str], list[str]]:
         parts[shorter].append(part)
         seconds[shorter] += seconds_by_part[part]
     return parts
+
+
+def _seconds_by_file(recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool) -> dict[str, float]:
+    return {file: known["quick"] + (known["slow"] if with_slow else 0.0) for file, known in recorded.items()}
 
 
 def parts_of_suite(recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool) -> dict[str, float]:
@@ -144,8 +149,21 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
 class Half:
     """One of the two processes. With this module as a plugin it writes what it does into a file."""
 
-    def __init__(self, parts: Sequence[str], *, with_slow: bool, folder: Path, name: str) -> None:
-        """Starts it. `parts`: its files and folders."""
+    def __init__(
+        self,
+        parts: Sequence[str],
+        *,
+        with_slow: bool,
+        folder: Path,
+        name: str,
+        seconds_by_file: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Starts it. `parts`: its files and folders. `seconds_by_file`: how long each took before."""
+        self._seconds_by_file = {
+            file: seconds
+            for file, seconds in seconds_by_file.items()
+            if any(file == part or file.startswith(f"{part}/") for part in parts)
+        }
         self.report = folder / f"{name}.xml"
         self.output = folder / f"{name}.txt"
         self._progress = folder / f"{name}.progress"
@@ -173,6 +191,7 @@ class Half:
         self.num_tests = 0
         self.num_done = 0
         self.running = "it collects its tests"
+        self.files_done: set[str] = set()
         self.failed: list[str] = []
         self._num_read = 0
 
@@ -187,6 +206,8 @@ class Half:
             if event == "collected":
                 self.num_tests = int(text)
             elif event == "begins":
+                if text != self.running:
+                    self.files_done.add(self.running)
                 self.running = text
             elif event == "failed":
                 failed.append(text)
@@ -195,6 +216,12 @@ class Half:
         self.failed += failed
         return failed
 
+    def share_done(self) -> float:
+        """Of its time, by how long its files took before."""
+        whole = sum(self._seconds_by_file.values())
+        done = sum(self._seconds_by_file.get(file, 0.0) for file in self.files_done)
+        return done / whole if whole else 0.0
+
 
 def run(*, with_slow: bool) -> int:
     """Runs both halves and prints what happens. Returns the exit code."""
@@ -202,7 +229,13 @@ def run(*, with_slow: bool) -> int:
     parts = parts_of_suite(_recorded(), with_slow=with_slow)
     with tempfile.TemporaryDirectory() as folder:
         running = [
-            Half(sorted(part), with_slow=with_slow, folder=Path(folder), name=f"half-{number}")
+            Half(
+                sorted(part),
+                with_slow=with_slow,
+                folder=Path(folder),
+                name=f"half-{number}",
+                seconds_by_file=_seconds_by_file(_recorded(), with_slow=with_slow),
+            )
             for number, part in enumerate(halves(parts))
         ]
         printed_at = began
@@ -229,10 +262,10 @@ def progress_line(running: Sequence[Half], took_s: float) -> str:
     if it goes on as it did."""
     done = sum(half.num_done for half in running)
     of_all = sum(half.num_tests for half in running)
-    shares = [half.num_done / half.num_tests for half in running if half.num_tests]
+    slower_share = min(half.share_done() for half in running)
     left = ""
-    if len(shares) == len(running) and min(shares) > 0.02:
-        left = f", about {took_s * (1 / min(shares) - 1) / 60:.0f} min left"
+    if slower_share > 0.02:
+        left = f", about {took_s * (1 / slower_share - 1) / 60:.0f} min left"
     files = " and ".join(half.running for half in running if half.process.poll() is None)
     num_failed = sum(len(half.failed) for half in running)
     minutes, seconds = divmod(int(took_s), 60)

@@ -46,6 +46,7 @@ def prepare_process() -> None:
     """To be called in every process of an engine that has not been forked, before it imports SGLang."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
+    sglang_on_cpu.leave_uncompiled()
     sglang_on_cpu.make_importable()
     mask_keys_in_logs()
     _stay_on_loopback()

@@ -53,8 +53,6 @@ def make_importable() -> None:
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang's own switch for its CPU paths
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on two busy cores were 7 times slower
-    # The compiler would need a compiler of C++, and its import, at the first decorator, takes a second.
-    torch.compile = _leave_uncompiled  # pyright: ignore
     # Imported first: it makes transformers replace its lazy module once, before we change it.
     from transformers import ProcessorMixin
 
@@ -64,6 +62,15 @@ def make_importable() -> None:
     # transformers hides this class where it finds no torchvision; SGLang registers with it on import.
     image_processors = types.SimpleNamespace(register=lambda *args, **kwargs: None)
     sys.modules["transformers"].AutoImageProcessor = image_processors  # pyright: ignore
+
+
+def leave_uncompiled() -> None:
+    """Let decorated functions stay what they are: to compile them would need a compiler of C++, and to import
+    torch's, at the first decorator, takes a second. Does nothing on CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.compile = _leave_uncompiled  # pyright: ignore
 
 
 def _leave_uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Any:

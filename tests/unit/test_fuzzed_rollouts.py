@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -33,6 +32,7 @@ from invrl.buffer.training_samples import build_batch
 from invrl.extra_columns import ExtraColumn
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
+from invrl.host.lived_time import lived_wait
 from invrl.interfaces import RolloutResult
 from invrl.reasons import FailureReason
 from invrl.rollout import runner
@@ -208,14 +208,14 @@ class Deadline:
     async def wait(
         self,
         tasks: set[asyncio.Task],
+        timeout_s: float,
         *,
-        timeout: float | None = None,
         return_when: str = asyncio.ALL_COMPLETED,
     ) -> tuple[set, set]:
-        """In the place of asyncio's. A rollout's own wait, which is known by its timeout, ends with the first
-        of its tasks."""
-        if timeout != TIMEOUT_S:
-            return await asyncio.wait(tasks, timeout=timeout, return_when=return_when)
+        """In the place of `lived_wait`. A rollout's own wait, which is known by its timeout, ends with the
+        first of its tasks."""
+        if timeout_s != TIMEOUT_S:
+            return await lived_wait(tasks, timeout_s, return_when=return_when)
         come = asyncio.create_task(self._come.wait())
         done, left = await asyncio.wait({*tasks, come}, return_when=asyncio.FIRST_COMPLETED)
         if not come.cancel():
@@ -434,8 +434,7 @@ async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimi
 ) -> None:
     wanted = int(ROLLOUTS * share)
     loop = Loop(2026, form, reward_form)
-    own = SimpleNamespace(**{**vars(asyncio), "wait": loop.deadline.wait})
-    monkeypatch.setattr(runner, "asyncio", own)
+    monkeypatch.setattr(runner, "lived_wait", loop.deadline.wait)
     with caplog.at_level(logging.DEBUG):
         try:
             await asyncio.wait_for(loop.run(wanted), 540)

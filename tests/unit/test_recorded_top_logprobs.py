@@ -20,6 +20,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.run.config import resolve
 from invrl.run.train_on_saved_batches import _refuse_missing_top_logprobs
 from invrl.store.batch_file import load_batch, save_batch
+from invrl.store.row_checksums import top_item
 from invrl.store.rows import top_from_row, top_values
 from invrl.store.schema import connect
 from invrl.top_logprobs import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
@@ -129,6 +130,7 @@ async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
         first = gateway.turns(session)[0]
         gateway.store._db.execute("PRAGMA query_only=0")
         gateway.store._db.execute("DELETE FROM top_logprobs WHERE turn_id=?", (first.id,))
+        gateway.store._db.execute("DELETE FROM checksums WHERE item=?", (top_item(first.id),))
         [sample, _] = rows(gateway, summary)
     start = len(first.context_ids_T)
     end = start + len(first.sampled_ids_T)

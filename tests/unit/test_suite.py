@@ -65,9 +65,14 @@ def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
 
 def test_remaining_time_is_that_of_the_slower_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(suite.subprocess, "Popen", lambda *_, **options: SimpleNamespace(poll=lambda: None))
-    first, second = (Half([], with_slow=True, folder=tmp_path, name=name) for name in ("first", "second"))
+    seconds = {"a/test_1.py": 60.0, "a/test_2.py": 60.0, "test_3.py": 300.0, "test_4.py": 100.0}
+    first, second = (
+        Half(parts, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds)
+        for parts, name in ((["a"], "first"), (["test_3.py", "test_4.py"], "second"))
+    )
     assert "min left" not in progress_line([first, second], 60.0)
-    first.num_tests, first.num_done = 100, 75
-    second.num_tests, second.num_done, second.failed = 100, 50, ["test_x"]
+    first.num_tests, first.num_done, first.files_done = 100, 75, {"a/test_1.py"}
+    second.num_tests, second.num_done, second.files_done = 100, 50, {"test_3.py"}
+    second.failed = ["test_x"]
     line = progress_line([first, second], 605.0)
     assert line.startswith("[10:05] 125 of 200 tests done, 1 failed, about 10 min left")

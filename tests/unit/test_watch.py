@@ -243,9 +243,9 @@ def test_incomplete_list_of_kernel_locks_is_read_again(
     class Incomplete:
         lists = 0
 
-        def read_text(self) -> str:
+        def read_text(self, encoding: str) -> str:
             self.lists += 1
-            return Path("/proc/locks").read_text() if self.lists == 2 else ""
+            return Path("/proc/locks").read_text(encoding) if self.lists == 2 else ""
 
     folder = filled_run(tmp_path)
     monkeypatch.setattr(run_folder, "_KERNEL_LOCKS", Incomplete())
