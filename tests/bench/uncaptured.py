@@ -25,6 +25,9 @@ class DroppingWriter(run_store_writer.RunStoreWriter):
         return done
 
 
-if __name__ == "__main__":
+def prepare() -> None:
     run_store_writer.RunStoreWriter = DroppingWriter
-    gateway_server.main()
+    gateway_server.prepare()
+
+
+main = gateway_server.main
