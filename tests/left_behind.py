@@ -1,5 +1,4 @@
-"""What a session of tests left on the machine, said at its end: temporary files and processes. (Torch removes
-its shared memory with the process.)
+"""What a session of tests left on the machine, said at its end: temporary files, processes, shared memory.
 
 A session has a TMPDIR of its own, so that nothing of other programs is taken for its own.
 """
@@ -30,6 +29,8 @@ _WITH_US = re.compile(
 """Processes that end right after this one."""
 _FILES_WITH_US = re.compile(r"pymp-.*|torch-shm-dir-.*|torchinductor_.*|wandb-.*|tmp\w+wandb-\w+")
 """Folders that libraries have for as long as this process lives."""
+_SHARED_WITH_US = re.compile(rf"torch_{os.getpid()}_\d+_\d+")
+"""Tensors of this process that others may read. Torch removes them when it ends."""
 
 
 class LeftBehind:
@@ -56,7 +57,7 @@ class LeftBehind:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        self.found = [*self._processes(), *self._files()]
+        self.found = [*self._processes(), *self._files(), *_shared_memory()]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.found:
@@ -85,3 +86,11 @@ class LeftBehind:
 
 def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
+
+
+def _shared_memory() -> Iterator[str]:
+    """Names that hold the number of this process. Names without it may be other programs'."""
+    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
+    for path in sorted(Path("/dev/shm").glob("*")):
+        if own.search(path.name) and not _SHARED_WITH_US.fullmatch(path.name):
+            yield f"in shared memory: {path}"
