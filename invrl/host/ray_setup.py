@@ -42,6 +42,7 @@ def prepare_ray() -> None:
         # What a rollout started ends with its worker, also when that is killed.
         RAY_process_group_cleanup_enabled="true",
     )
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the end of a connection is no news for the console
     hold_key(RAY_TOKEN, secrets.token_hex(32))
 
 
