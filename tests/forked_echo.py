@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 IMPORTED_IN = os.getpid()
+THREADS_OF_LIBRARIES = os.environ.get("OMP_NUM_THREADS")
 
 
 def prepare() -> None:
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str]) -> None:
         "GIVEN": os.environ.get("GIVEN"),
         "PREPARED": os.environ.get("PREPARED"),
         "group": os.getpgid(0) == os.getpid(),
+        "threads of libraries": THREADS_OF_LIBRARIES,
     }
     print(facts, flush=True)
     if what == "fail":

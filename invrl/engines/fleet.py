@@ -152,13 +152,19 @@ class Fleet:
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls in those threads, also when nobody waits for them any more."""
         self._own_parent: ForkParent | None = None
-        can_fork = engine.num_engines > 0 and not count_gpus() and FLAG not in self._sglang_flags
-        if can_fork and parent is None:
-            parent = self._own_parent = ForkParent(
-                ENGINE_MODULE, log=run_folder / "logs" / "engine-parent.log"
-            )
-        self._parent = parent if can_fork else None
+        self._parent = self._find_parent(parent)
         self.router = self._launch_router()
+
+    def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
+        """The process that forks the engines; None where they cannot be forked (`host/fork_parent.py`), or
+        where spans are sent, whose exporter is chosen before SGLang is imported."""
+        if not self._config.num_engines or count_gpus() or FLAG in self._sglang_flags:
+            return None
+        if given is not None:
+            return given
+        log_file = self._run_folder / "logs" / "engine-parent.log"
+        self._own_parent = ForkParent(ENGINE_MODULE, log=log_file)
+        return self._own_parent
 
     async def start(self) -> None:
         """Start all engines at once, and wait for the external ones; none gets requests before `admit`. After

@@ -32,6 +32,8 @@ from invrl.host.forked_process import ForkedProcess
 from invrl.host.process import ServerProcess, log_tail
 
 _VARIABLE = "INVRL_FORK_PARENT"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Libraries read these when they are imported. A fork has none of the threads of its parent."""
 _MOST_DESCRIPTORS = 200
 """That a message may carry: Linux has a limit of 253."""
 
@@ -65,7 +67,7 @@ class EarlyParent:
     """A process that begins to import while the driver that will use it is still starting."""
 
     def __init__(self, module: str, *, log: Path) -> None:
-        self._process, self._requests = _start(module, log, {})
+        self._process, self._requests = _start(module, log)
         self.descriptor = self._requests.fileno()
         """The driver inherits it, and the `environment`."""
         self.environment = {_VARIABLE: f"{module}={self.descriptor}"}
@@ -78,17 +80,15 @@ class EarlyParent:
 class ForkParent:
     """Start it from a thread that lives as long as processes are to be forked."""
 
-    def __init__(self, module: str, *, log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Takes the process that the supervisor has started, or starts it. `module`: an import path. `env`:
-        variables that its imports depend on."""
+    def __init__(self, module: str, *, log: Path) -> None:
+        """Takes the process that the supervisor has started, or starts it. `module`: an import path."""
         self._module = module
         self._log = log
-        self._env = env or {}
         self._process: ServerProcess | None = None
         """None for the supervisor's."""
         descriptor = _held.pop(module, None)
         if descriptor is None:
-            self._process, self._requests = _start(module, log, self._env)
+            self._process, self._requests = _start(module, log)
         else:
             self._requests = socket.socket(fileno=descriptor)
 
@@ -104,7 +104,7 @@ class ForkParent:
         the process inherits under the same numbers. It gets copies of all of them."""
         if _has_hung_up(self._requests):
             self.stop()
-            self._process, self._requests = _start(self._module, self._log, self._env)
+            self._process, self._requests = _start(self._module, self._log)
         start = _Start(arguments, environment, os.getcwd(), keep)
         reports, theirs = socket.socketpair()
         lifeline, ours = os.pipe()
@@ -127,12 +127,12 @@ class ForkParent:
             self._process.stop()
 
 
-def _start(module: str, log: Path, env: Mapping[str, str]) -> tuple[ServerProcess, socket.socket]:
+def _start(module: str, log: Path) -> tuple[ServerProcess, socket.socket]:
     """The process, and the socket by which it is asked."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", __name__, module, str(theirs.fileno())]
-        process = ServerProcess(_name(module), command, log=log, env=env, keep=[theirs.fileno()])
+        process = ServerProcess(_name(module), command, log=log, env=_ONE_THREAD, keep=[theirs.fileno()])
     return process, ours
 
 

@@ -41,6 +41,7 @@ Fork = Callable[..., ServerProcess]
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module is among the tests."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # whatever the user's is
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
@@ -95,6 +96,7 @@ def test_fork_has_what_a_process_started_alone_has(
         "GIVEN": "ünicode",
         "PREPARED": "by the module",
         "group": True,
+        "threads of libraries": "1",
     }
     command = " ".join(psutil.Process(server.pid).cmdline()).split()
     assert command[:3] == [sys.executable, "-m", MODULE]

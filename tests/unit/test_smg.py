@@ -159,6 +159,9 @@ def test_smg_calls_its_engines_with_the_given_key(
     assert other.engine_api_key is None
     server = EngineServer("engine-2", config, model_path=tiny_model, run_folder=tmp_path)
     assert server.api_key not in (other.api_key, fleet.router.api_key)
+    for started in (first.server, second.server, server):
+        assert isinstance(started, EngineServer)
+        started._temporary.remove()
 
 
 def test_smg_environment_without_smg_is_refused() -> None:

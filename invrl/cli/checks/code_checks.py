@@ -1,5 +1,5 @@
-"""What the source of the rollout function and the reward function shows before they run: faults that cost a
-run its rollouts, or its speed, and raise nothing until then."""
+"""Checks of the source of the rollout function and the reward function, for faults that cost a run its
+rollouts, or its speed, and raise nothing until they run."""
 
 import inspect
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What the tasks of a run are like: whether they can be read, have the labels that the code asks for, and
-whether held-out tasks are others than those of training.
+"""Checks of a run's tasks: that they can be read, that they have the labels that the code asks for, and that
+held-out tasks are others than those of training.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
 

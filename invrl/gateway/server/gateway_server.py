@@ -60,7 +60,7 @@ class GatewayServer:
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
         """Monotonic seconds: until then environments are told that the run has ended. 0 before `end_run`."""
-        self._parent = ForkParent(self.module, log=log, env=_ENV)
+        self._parent = ForkParent(self.module, log=log)
         self.process = self._start()
 
     @property
